@@ -28,8 +28,8 @@ class Tokens:
     Args:
         batches: pads for the model and its tokenizer.
         device: the models' device.
-        reference: may share layers with the policy, whose activations are then cached.
-        most: the most tokens of a forward.
+        reference: the reference model; what layers that it shares with the policy return is cached.
+        most: the most tokens of a forward pass; None: no limit.
     """
 
     def __init__(
@@ -50,30 +50,27 @@ class Tokens:
         return batch.tokens
 
     def parts(self, tokens: TokenBatch) -> list[list[int]]:
-        """The samples of each forward.
-
-        Raises:
-            ValueError: a sample has more tokens than a forward may have.
-        """
-        places = range(len(tokens))
+        """The indices in ``tokens`` of the samples of each forward pass; raises ValueError where a
+        sample has more tokens than a pass may have."""
+        samples = range(len(tokens))
         if self.most is None:
-            return [list(places)]
-        for i in places:
+            return [list(samples)]
+        for i in samples:
             size = tokens.padding.tokens(tokens, [i])
             if size > self.most:
                 raise too_long(self.most, f"response {i} of the batch has with its prompt", size)
-        return tokens.parts(places, PassLimit(len(tokens), self.most))
+        return tokens.parts(samples, PassLimit(len(tokens), self.most))
 
 
 class TrainedPolicy:
-    """The language model that is trained; scores all responses of a batch in one forward, or in
-    several where the batch has more tokens than a forward may have.
+    """The language model that is trained; scores all responses of a batch in one forward pass, or
+    in several where the batch has more tokens than a pass may have.
 
     Attributes:
         model: the model as accelerate has wrapped it.
         tokens: makes the model's inputs.
         processes: the processes that train the model together.
-        passes: compute the gradients of a batch of several forwards.
+        passes: runs a batch's forward passes, so that gradients can follow.
     """
 
     def __init__(self, model: nn.Module, tokens: Tokens, passes: DeferredGradients):
@@ -124,7 +121,7 @@ class CachedReference:
     """The reference model's log-probs, computed before training, so that it need not be kept.
 
     Args:
-        compute: scores with the reference model.
+        compute: scores tokens by the reference model; released by :meth:`close`.
         tokens: makes the reference model's inputs.
     """
 
@@ -160,7 +157,7 @@ class CachedReference:
         """Returns the responses' log-probs, one side per generation.
 
         Raises:
-            ValueError: a response that was not seen before training.
+            ValueError: a prompt with a response that :meth:`learn` has not had.
         """
         try:
             rows = [[self._known[key] for key in _keys(batch, i)] for i in range(batch.size)]
@@ -184,12 +181,12 @@ class RewardModel:
     Attributes:
         model: the classifier as accelerate has wrapped it.
         device: the classifier's device.
-        padding_free: run batches without padding, and the common beginning of the responses to a
-            prompt once.
-        padded_on: else the side of padding, see
+        padding_free: whether batches run without padding, and what all generations of a prompt
+            begin with runs once.
+        padded_on: the side of padding where batches are padded, see
             :func:`fastrl.data.choose_padding.classifier_side`.
-        passes: compute the gradients of a batch of several forwards.
-        most: the most tokens of a forward.
+        passes: runs a batch's forward passes, so that gradients can follow.
+        most: the most tokens of a forward pass; None: no limit.
     """
 
     def __init__(
@@ -206,7 +203,8 @@ class RewardModel:
         self.passes, self.most = passes, most
 
     def rewards(self, batch: Batch) -> tuple[Tensor, ...]:
-        """The rewards of each generation, [B] fp32."""
+        """The rewards of each generation, [B] fp32; raises ValueError where the sequences of a
+        sample have more tokens than ``most``."""
         prompts = batch.prompts() * batch.generations
         sequences = [torch.cat(x) for x in zip(prompts, batch.all_responses(), strict=True)]
         size, generations = batch.size, batch.generations
@@ -220,7 +218,7 @@ class RewardModel:
         return self.passes(score, parts).unbind(1)
 
     def _parts(self, samples: list[list[Tensor]]) -> list[list[int]]:
-        """The samples of each forward; ``samples`` has the sequences of each sample."""
+        """The indices of the samples of each forward pass; ``samples`` has each one's sequences."""
         if self.most is None:
             return [list(range(len(samples)))]
         lengths = [[len(x) for x in sequences] for sequences in samples]
@@ -230,7 +228,7 @@ class RewardModel:
         return fill(sizes, self.most, "sample")
 
     def _rewards(self, sides: list[list[Tensor]], pad_token_id: int | None) -> Tensor:
-        """Rewards of the first side's sequences, then of the other sides', one after the other."""
+        """Rewards [N] of the N sequences of all sides, side after side."""
         plain = extract_model_from_parallel(self.model)
         padding = padding_of(plain)
         if self.padding_free:
@@ -246,10 +244,11 @@ class RewardModel:
 def response_logprobs(
     score: Score, make_tokens: Tokens, batch: Batch, passes: DeferredGradients | None = None
 ) -> tuple[Side, ...]:
-    """Sums the log-probs of each response's tokens, in a fixed order; one result per generation.
+    """Sums the log-probs of each response's tokens; returns one side per generation.
 
     Args:
-        passes: compute the gradients; None: no gradients.
+        score: scores tokens by the model.
+        passes: runs the forward passes, so that gradients can follow; None where none shall.
     """
     tokens = make_tokens(batch)
 
@@ -263,5 +262,6 @@ def response_logprobs(
 
 
 def _keys(batch: Batch, i: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The token ids of sample ``i``: its prompt with each of its responses."""
     example = batch.examples[i]
     return [(example.prompt_ids, response.ids) for response in example.responses]

@@ -18,11 +18,11 @@ from fastrl.samples import Samples
 
 
 def samples_of(batch: Batch, annotator: Any) -> Samples:
-    """The responses of a sampled batch, those to a prompt one after the other.
+    """The samples of an online batch, with all responses to a prompt one after the other.
 
-    Rewards are those that are learned from, for pairs the preferences; NaN where the annotator had
-    no opinion. An annotator that scores also has its scores by function: NaN for pairs of equal
-    responses, about which it is not asked.
+    ``rewards`` are those that the loss reads, for pairs the preferences; NaN where the annotator
+    had no opinion. ``rewards_by_function`` has the scores of an annotator that scores: NaN for
+    pairs of equal responses, which it does not judge.
     """
     examples, sides = batch.examples, range(batch.generations)
     rollout, scores = batch.rollout, batch.scores
@@ -65,11 +65,11 @@ def samples_of(batch: Batch, annotator: Any) -> Samples:
 
 
 def joined_at_main(samples: Samples | None, processes: Processes) -> Samples | None:
-    """The responses of all processes in the order of their batch, in the main process; None in the
-    others.
+    """Returns all processes' samples, in the order of the batch, in the main process; None in the
+    other processes.
 
     Args:
-        samples: this process's responses; None without any.
+        samples: this process's samples; None where it has none.
     """
     parts = [part for part in processes.objects_at_main(samples) if part is not None]
     if not processes.is_main:
@@ -79,7 +79,7 @@ def joined_at_main(samples: Samples | None, processes: Processes) -> Samples | N
 
 
 def deciding(factory: BatchFactory, loss: Loss) -> dict[str, Any]:
-    """The task, loss and batch size, which decide batches beside the trainer's other settings."""
+    """The task, the loss and the batch size of all processes: with them a replay must agree."""
     size = factory.batch_size * factory.world
     return {"task": factory.task.name, "loss": repr(loss), "batch_size": size}
 

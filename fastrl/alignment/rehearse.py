@@ -19,13 +19,11 @@ from fastrl.trainers.rehearse import Stage, Surface, alternating, reward_model
 def _run(
     stage: Stage, loss: Loss | str = "dpo", task: Task | str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Rehearses a loss on samples of full length, online with the policy's rollouts.
-
-    Args:
-        task: the task; by default the loss's first.
+    """Rehearses a loss for a task, by default the loss's first, on samples of full length, which
+    the policy samples if the task is online.
 
     Raises:
-        ValueError: a task that the loss does not have.
+        ValueError: an unknown loss or task, or a task that the loss does not fit.
     """
     loss = make_loss(loss) if isinstance(loss, str) else copy.deepcopy(loss)
     task = find_task(task or loss.tasks[0])
@@ -55,7 +53,7 @@ def _run(
 
 
 class _Indifferent:
-    """An annotator whose scores do not depend on the responses, which are all the same."""
+    """An annotator whose judgements do not depend on the responses."""
 
     def score(self, prompts: Any, responses: Sequence[Any], **_: Any) -> list[float]:
         return alternating(responses)
@@ -68,7 +66,7 @@ class _Indifferent:
 
 
 def _rows(kind: str, count: int, prompt_tokens: int, response_tokens: int) -> Any:
-    """A data set of examples of a kind."""
+    """A data set of ``count`` examples of a kind of :mod:`fastrl.data.columns`."""
     from datasets import Dataset
 
     good, bad = words(response_tokens - 1), words(response_tokens - 1, 1)
@@ -84,8 +82,8 @@ def _rows(kind: str, count: int, prompt_tokens: int, response_tokens: int) -> An
 
 
 def _samples(trainer: Any) -> tuple[int, int]:
-    """The texts of a batch, and the fewest texts of a pass: one; for a reward model those of an
-    example; for a loss with its own gradient the batch."""
+    """How many texts a batch has, and the fewest that a pass can have: 1; for a reward model the
+    texts of an example; for a loss with a ``backward`` those of a batch."""
     texts, loss = trainer.factory.task.generations, trainer.loss
     whole = trainer.factory.batch_size * texts
     if loss.backward is not None:

@@ -19,10 +19,10 @@ from fastrl.trainers.replay import Drawn, LoopWalk
 
 def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
     """Draws the responses of a batch of an online run again, see
-    :meth:`fastrl.trainers.replay.LoopWalk.replay`; the annotator is not asked. On the machine,
+    :meth:`fastrl.trainers.replay.LoopWalk.replay`; the annotator is not called. On the machine,
     threads and versions of the run they are the recorded ones bit for bit; a warning says what
-    differs. One process does the updates of a run of several: sums are rounded otherwise, so that
-    log-probs and values are the recorded ones within √ε of their dtype.
+    differs. Where the run had several processes, one computes their updates: sums are rounded
+    otherwise, so that log-probs and values may differ by √ε of the weights' dtype.
 
     Args:
         trainer: made as for the run, from the same model and data, in one process; the
@@ -32,15 +32,15 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
 
     Raises:
         ValueError: the ledger lacks this batch, or one between it and the checkpoint; responses
-            that the policy did not write; a trainer with other settings or data, or of several
-            processes.
+            that cannot be drawn again in one process; a trainer with other settings or data, or of
+            several processes.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
     return _BatchWalk(trainer, output, batch).replay()
 
 
 class _BatchWalk(LoopWalk):
-    """A walk that stands in the place of a factory's sampler and annotator."""
+    """A walk that answers for a factory's sampler and annotator, from the ledger."""
 
     counted_as = ("batches", "taken")
 
@@ -81,6 +81,7 @@ class _BatchWalk(LoopWalk):
     def _draw(
         self, examples: Sequence[Example], ids: Sequence[int] | None, rows: list[dict[str, Any]]
     ) -> None:
+        """Draws the responses to the examples again, into ``samples``."""
         factory, first = self.trainer.factory, rows[0]
         if first["slots"]:
             factory.sampler.engine.reserve(first["slots"], first["slot_length"])
@@ -94,7 +95,7 @@ class _BatchWalk(LoopWalk):
 
 
 def _judged(example: Example, rows: Sequence[dict[str, Any]]) -> Example:
-    """An example with its responses in the ledger, and the annotator's judgement of them."""
+    """An example with the responses and rewards of its ledger rows."""
     responses = tuple(
         Response(row["completion"], tuple(row["completion_ids"]), row["finish_reason"] != "length")
         for row in rows

@@ -22,8 +22,8 @@ class SampleReweighter(Protocol):
         ``batch.generations``.
 
         Args:
-            policy: the policy that is trained; ``policy.logprobs(batch)`` gives, per generation,
-                the responses' summed log-probs, ``sums`` [B], and their lengths, ``tokens`` [B].
+            policy: the model that is trained; ``logprobs(batch)`` of a policy returns, per
+                generation, the responses' summed log-probs ``sums`` and lengths ``tokens``, [B].
         """
 
 
@@ -42,7 +42,7 @@ class ByLength:
     a pair's weight is the geometric mean of its two responses' weights.
 
     Raises:
-        ValueError: a negative power.
+        ValueError: a power that is negative or not finite.
     """
 
     def __init__(self, power: float = 1.0):
@@ -70,8 +70,8 @@ class ByMargin:
         score_columns: the columns of both sides' scores, the preferred side first.
 
     Raises:
-        ValueError: a power that is not positive; for a batch: not pairs, neither scores nor such
-            columns, a value that is not a finite number (names its index).
+        ValueError: a power that is not positive and finite, not two ``score_columns``; for a batch:
+            not pairs, neither scores nor these columns, a value that is not a finite number.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class ByImportance:
     geometric mean of the tokens' ratios, exp((Σ log π_θ - Σ log π_data) / tokens), for a pair over
     both responses' tokens: biased, but with far less variance.
 
-    Sampled responses bring their log-probs under π_data at temperature 1,
-    ``batch.rollout_logprobs``; those of other responses are read from columns.
+    The log-probs of sampled responses under π_data are ``batch.rollout_logprobs``, at temperature
+    1; those of responses from the data are read from columns.
 
     Args:
         cap: the largest weight.
@@ -183,8 +183,8 @@ class ByImportance:
 
 
 class ByFunction:
-    """Weights from a function of the batch, which returns B numbers for all generations, or a tuple
-    of B numbers for each."""
+    """Weights from a function of the batch, which returns B numbers, for every generation, or a
+    tuple with B numbers per generation; a call raises ValueError where it does neither."""
 
     def __init__(self, function: Callable[[Batch], Any]):
         self.function = function
@@ -219,7 +219,8 @@ def make_reweighter(name: str, **options: Any) -> SampleReweighter:
         options: arguments of the reweighter's class.
 
     Raises:
-        ValueError: an unknown name or option.
+        ValueError: an unknown name or option, or an option out of range.
+        TypeError, ImportError, FileNotFoundError: see :func:`fastrl.user_code.load_function`.
     """
     if ":" in name:
         make: Callable[..., SampleReweighter] = ByFunction
@@ -258,7 +259,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _numbers(reweighter: Any, name: str, values: Any) -> Tensor:
-    """The values as fp64, checked to be finite."""
+    """The values as fp64; raises ValueError where one is not a finite number."""
     values = list(values)
     numbers = [as_number(value) for value in values]
     for i, number in enumerate(numbers):

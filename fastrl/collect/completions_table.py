@@ -15,13 +15,13 @@ from tqdm.auto import tqdm
 from fastrl.run.terminal import plain, run_console
 
 _TEXTS = {"prompt": 2, "completion": 4}  # the columns of texts, and their shares of a line
-_LINES = 6  # the longest text in the table, about
-_NAME, _LONGEST = 9, 20  # characters of a column: at least, if its name is longer; at most
+_LINES = 6  # about how many lines the longest text in the table has
+_NAME, _LONGEST = 9, 20  # a number's column: at least so much of its name, at most this width
 
 
 def _as_column(values: Iterable[Any]) -> list[Any]:
-    """A column whose values have one type: all are JSON where some hold calls of tools, whose
-    arguments differ in type, or an empty mapping, for which Parquet has no type."""
+    """A column whose values have one type: all but texts become JSON where some hold calls of
+    tools, whose arguments differ in type, or an empty mapping, for which Parquet has no type."""
     column = list(values)
     if any(_is_open(value) for value in column):
         return [
@@ -32,13 +32,14 @@ def _as_column(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_open(value: Any) -> bool:
+    """Whether a value holds calls of tools or an empty mapping, at any depth."""
     if isinstance(value, Mapping):
         return not value or "tool_calls" in value or any(map(_is_open, value.values()))
     return isinstance(value, list | tuple) and any(map(_is_open, value))
 
 
 class CompletionsTable(dict):
-    """The latest ``size`` prompts with their responses, rewards and advantages."""
+    """The latest ``size`` prompts with their responses, rewards, advantages and extra columns."""
 
     def __init__(self, size: int):
         super().__init__(
@@ -51,6 +52,7 @@ class CompletionsTable(dict):
         self._shown: dict[str, list[Any]] = {}
 
     def columns(self, step: int) -> dict[str, list[Any]]:
+        """The table's columns by name, with ``step``; extra ones only if no row lacks them."""
         count = len(self["prompt"])
         return {
             "step": [step] * count,
@@ -68,11 +70,10 @@ class CompletionsTable(dict):
         rewards: Mapping[str, Iterable[float]],
         advantages: Iterable[float] = (),
     ) -> None:
-        """Adds responses.
+        """Adds responses, each with its prompt.
 
         Args:
             rewards: each function's rewards, by its name.
-            advantages: the responses' advantages; empty where there are none.
         """
         self["prompt"].extend(prompts)
         self["completion"].extend(completions)
@@ -81,7 +82,7 @@ class CompletionsTable(dict):
         self["advantages"].extend(advantages)
 
     def log(self, args: Any, folder: Path, step: int) -> None:
-        """Shows, saves and reports the table, as a trainer's settings say."""
+        """Shows the table, saves it below ``folder`` and reports it, by a trainer's settings."""
         self.show(step, args.num_completions_to_print)
         self.save(folder, step)
         # Commands open some trackers themselves.
@@ -89,7 +90,7 @@ class CompletionsTable(dict):
         self.report(trackers, step, args.log_unique_prompts)
 
     def state(self) -> str:
-        """Returns the table as JSON; extra values that JSON does not have become texts."""
+        """Returns the table as JSON, for :meth:`load`; values that JSON lacks become texts."""
         return json.dumps(self, default=lambda x: [*x] if isinstance(x, deque) else str(x))
 
     def load(self, state: str) -> None:
@@ -98,11 +99,8 @@ class CompletionsTable(dict):
                 (self[name] if column is None else self[name][column]).extend(values)
 
     def report(self, trackers: Sequence[str], step: int, unique: bool) -> None:
-        """Sends the table to wandb and trackio, where the run reports to them.
-
-        Args:
-            unique: send only the first response to each prompt.
-        """
+        """Sends the table to wandb and trackio, where ``trackers`` names them and they are
+        installed, and wandb has a run; if ``unique``, only the first response to each prompt."""
         columns = self.columns(step)
         if unique:
             first = [i for i, turn in enumerate(_turns(columns["prompt"])) if not turn]
@@ -126,8 +124,9 @@ class CompletionsTable(dict):
         Dataset.from_dict(self.columns(step)).to_parquet(str(path))
 
     def show(self, step: int, most: int | None) -> None:
-        """Prints at most ``most`` responses in a table as wide as the terminal, texts in a few
-        lines: first one response of each prompt, then a second one, in the table's order."""
+        """Prints ``most`` responses, or all, in a table as wide as the terminal, texts in a few
+        lines; a prompt's second one only beside a first one of every prompt; nothing if all is old.
+        """
         from rich import box
         from rich.table import Table
 
@@ -172,7 +171,7 @@ def _turns(prompts: Iterable[Any]) -> list[int]:
 
 
 def _number(value: Any) -> str:
-    """A number in a few digits; other values as text."""
+    """A float in three digits, "–" for None, other values as text."""
     if value is None:
         return "–"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -23,9 +23,9 @@ class ReplayedSample:
     Attributes:
         recorded: the sample's row in the ledger.
         tolerance: the largest difference at which log-probs and values count as the recorded ones.
-        completion_ids, finish_reason: those of the sample drawn now.
-        logprobs, values: log-probs at the policy's temperature and values of its L tokens, [L]
-            fp32; None where rollouts compute none.
+        completion_ids, finish_reason: the L tokens and the finish reason of the sample drawn now.
+        logprobs, values: its tokens' log-probs, at the temperature of the recorded ones, and
+            values, [L] fp32; None where rollouts compute none.
     """
 
     recorded: dict[str, Any]
@@ -66,12 +66,12 @@ class Replayed:
     """The samples of a step, drawn again.
 
     Attributes:
-        begun_at: the step of the checkpoint that was loaded; 0: the beginning of the run.
-        strayed: the first step since then whose update was not the run's, and how it differed;
-            None: there is none.
-        tolerance: the tolerance for samples and updates; above 0 where updates of several processes
-            were done again, whose sums one process rounds otherwise, and where dynamic sampling
-            replaced samples, which were drawn beside those that are left.
+        step: the number of the step, or generation, in the ledger.
+        begun_at: the number in the loaded checkpoint's name; 0: the beginning of the run.
+        strayed: where updates first were not the run's, and how they differed; None: nowhere.
+        tolerance: the largest difference at which numbers of samples and updates count as the
+            recorded ones; above 0 where one process rounds sums of several processes otherwise, and
+            where samples that dynamic sampling replaced are not in the batch.
         walked: the number of recorded steps that were learned from again.
     """
 
@@ -88,12 +88,12 @@ class Replayed:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The tolerance of log-probs and values that were computed in batches of other sizes."""
+    """√ε of a dtype, the tolerance of numbers that were computed in batches of other sizes."""
     return math.sqrt(torch.finfo(dtype).eps)
 
 
 def recorded_rollout(rows: Sequence[Mapping[str, Any]], temperature: float) -> Samples:
-    """The rollout that a step learned from, made of the ledger's rows."""
+    """Samples of the ledger's rows of a step, whose log-probs are at ``temperature``."""
 
     def tensors(name: str) -> list[torch.Tensor] | None:
         if any(row[name] is None for row in rows):
@@ -121,7 +121,7 @@ def recorded_masks(rows: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | No
 def compared(
     rows: list[dict[str, Any]], drawn: Samples, temperature: float, tolerance: float
 ) -> list[ReplayedSample]:
-    """Samples that were drawn again, each with the ledger's row of it.
+    """Pairs samples ``drawn`` again with their rows of the ledger, in the same order.
 
     Args:
         temperature: the temperature of the rows' log-probs.
@@ -147,10 +147,11 @@ def compared(
 def difference(
     name: str, recorded: Any, now: Any, common: int | None = None, tolerance: float = 0.0
 ) -> list[str]:
-    """A line where two lists of numbers differ in a bit, or by more than a tolerance above 0.
+    """Returns a line that says how two lists of numbers differ; [] where they are the same bits, or
+    lie within a tolerance above 0.
 
     Args:
-        common: how many of the first numbers are of the same tokens; None: all.
+        common: how many numbers from the first on are of the same tokens; None: all.
     """
     if recorded is None or now is None:
         return [] if recorded is now is None else [f"{name}: recorded or drawn without them"]
@@ -174,18 +175,18 @@ def changes(
     of: Callable[[Mapping[str, Any]], dict[str, Any]],
     now: dict[str, Any],
 ) -> str:
-    """How the ledger's facts, by ``of`` from those of each file, differ from those of ``now``, each
-    difference once; "" where none does."""
+    """How ``of(facts)``, for each of the ``recorded`` facts of a ledger's files, differs from
+    ``now``, each difference once; "" where nothing differs."""
     lines = (line for facts in recorded for line in differences(of(facts), now))
     return "; ".join(dict.fromkeys(lines))
 
 
 def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], code: Mapping[str, str]) -> None:
-    """Warns of users' functions that are not those that the updates of the run were done with.
+    """Warns of users' functions that have changed since the run's updates.
 
     Args:
-        recorded: facts of a ledger.
-        code: this run's hashes, see :func:`fastrl.collect.ledger.note_settings`.
+        recorded: facts of the ledger's files.
+        code: the functions' hashes now, see :func:`fastrl.collect.ledger.note_settings`.
     """
     changed = {
         f"{name}: {hash_} → {code.get(name)}": None
@@ -202,6 +203,7 @@ def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], code: Mapping[str,
 
 
 def warn_of_another_machine(recorded: Sequence[Mapping[str, Any]]) -> None:
+    """Warns where machine or versions differ from those in the facts of the ledger's files."""
     this_machine = machine()
     now = {**versions(), **this_machine}
     if changed := changes(recorded, lambda facts: {**facts["versions"], **facts["machine"]}, now):

@@ -29,8 +29,8 @@ from fastrl.samples import Samples, ToolCalls
 NEED_CHATS = (
     "need prompts that are lists of messages, as the chat template tells the policy of them"
 )
-# Samples responses, from the prompts, the numbers of their responses, the number of the turn, and
-# the most new tokens of each; None: what the trainer's settings say.
+# Samples responses to prompts, from their token ids, the responses' numbers, the number of the turn
+# and the most new tokens of each response; None: as many as the trainer's settings allow.
 Sample = Callable[[list[Tensor], list[int], int, list[int] | None], Samples]
 
 
@@ -66,7 +66,8 @@ class Toolbox:
             self.schemas.append(_schema(name, function))
 
     def of(self, owner: Any, names: Iterable[str]) -> Toolbox:
-        """A toolbox with these tools, and the methods ``names`` of ``owner``."""
+        """A toolbox with this one's functions and schemas, and the methods ``names`` of ``owner``,
+        whose schemas this one has."""
         box = Toolbox(())
         box.functions = {**self.functions, **{name: getattr(owner, name) for name in names}}
         box.schemas = self.schemas
@@ -84,13 +85,11 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def check_chats(rows: Any) -> None:
-    """Warns of a column ``tools``, which is not read: prompts get the tools that can be called.
-
-    Args:
-        rows: a data set; unless it is a stream its first row is checked.
+    """Warns of a data set's column ``tools``, which is not read: prompts get the tools that can be
+    called.
 
     Raises:
-        ValueError: the first row's prompt is a text.
+        ValueError: the first row's prompt is a text; streams are not checked.
     """
     warn_of_schemas(getattr(rows, "column_names", None) or ())
     prompt = rows[0].get("prompt") if isinstance(rows, Dataset) and len(rows) else None
@@ -101,6 +100,7 @@ def check_chats(rows: Any) -> None:
 
 
 def warn_of_schemas(columns: Iterable[str]) -> None:
+    """Warns where ``tools`` is among a data set's columns."""
     if "tools" in columns:
         warnings.warn(
             "the column tools is not read beside tools or an environment_factory: the policy is "
@@ -147,14 +147,14 @@ class _Conversation:
     prompt: Tensor
     box: Toolbox
     template: Mapping[str, Any]  # further arguments of the chat template
-    ids: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[Tensor] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # with the tools' results
+    mask: list[bool] = field(default_factory=list)  # which of ids the policy wrote
+    logprobs: list[Tensor] = field(default_factory=list)  # of ids, 0 for the tools' results
     messages: list[dict[str, Any]] = field(default_factory=list)
-    readable: bool = True
+    readable: bool = True  # whether the latest turn could be parsed
     finish_reason: str = ""  # why the latest turn ended
-    called: int = 0
-    failed: int = 0
+    called: int = 0  # calls that were run
+    failed: int = 0  # of these, calls that raised
 
     @property
     def sequence(self) -> Tensor:
@@ -174,16 +174,16 @@ class _Conversation:
 
 class ToolLoop:
     """Turns of a conversation: the policy writes, the tools that it calls run, their results follow
-    the policy's text, and it writes on, until it calls none, or a limit is reached.
+    the policy's text, and the policy writes on, until it calls none, or a limit is reached.
 
-    A result that leaves no room for an answer is left out, with all of its turn. The tools of a
+    Results that leave no room for an answer are left out, and end the response. The tools of a
     turn run one after the other, but for coroutines, which run at the same time. What a tool raises
     is its result, as {'error': text}. A call that cannot be read ends a response.
 
     Args:
         event_loop: makes the event loop that coroutines run on.
-        most_turns: how often a response may call tools; None: any number.
-        most_tokens: the length of a response, the tools' results included.
+        most_turns: how many turns of a response may run tools; None: any number.
+        most_tokens: the most tokens of a response, the tools' results included.
         context: positions of the model; None: any number.
         temperature: the temperature of the log-probs.
         longest: tokens of a prompt; longer ones keep BOS and their last tokens. None: any number.
@@ -210,8 +210,9 @@ class ToolLoop:
         boxes: Sequence[Toolbox],
         templates: Sequence[Mapping[str, Any]] = (),
     ) -> Samples:
-        """Responses with tools' results in between: log-probs are 0 at tools' tokens, the finish
-        reasons are those of the last turns, and calls fail that are unreadable, unknown or raise.
+        """Returns a response to each prompt, with tools' results in it, where log-probs are 0 and
+        masks False. Finish reasons are those of the last turns; calls that are unreadable, unknown
+        or raise count as failed.
 
         Args:
             prompts: chats.
@@ -219,7 +220,7 @@ class ToolLoop:
             templates: further arguments of the chat template, by prompt; by default the chat's.
 
         Raises:
-            ValueError: a prompt that is no chat.
+            ValueError: a prompt that is no chat; a tool's result with blocks that are no texts.
         """
         templates = templates or [self.chat.template] * len(prompts)
         talks = [
@@ -265,9 +266,9 @@ class ToolLoop:
         if not is_chat(prompt):
             raise ValueError(f"prompt {i} is {prompt!r:.80}: tools {NEED_CHATS}")
         # None in place of an empty list: some templates write of tools as soon as there is a list.
-        asked = {**template, "tools": box.schemas or None}
+        with_tools = {**template, "tools": box.schemas or None}
         names = [f"prompt {i}"]
-        (ids,) = ids_of_prompts([prompt], self.chat.tokenizer, [asked], names, self.longest)
+        (ids,) = ids_of_prompts([prompt], self.chat.tokenizer, [with_tools], names, self.longest)
         options = {name: x for name, x in template.items() if name != "tools"}
         return _Conversation(ids, box, options)
 
@@ -279,7 +280,7 @@ class ToolLoop:
         return room
 
     def _add(self, talks: Sequence[_Conversation], output: Samples) -> bool:
-        """Adds sampled responses, and returns whether their log-probs are known."""
+        """Adds a sampled turn to each response, and returns whether log-probs are known."""
         logprobs = output.logprobs_at(self.temperature)
         for i, (talk, response) in enumerate(zip(talks, output.sequences, strict=True)):
             ids, prompt = response.tolist(), talk.sequence.tolist()
@@ -290,9 +291,10 @@ class ToolLoop:
         return logprobs is not None
 
     def _run(self, talks: Sequence[_Conversation]) -> list[list[dict[str, Any]]]:
-        """Runs the calls of the latest messages; a message of the role tool for each."""
-        asked = [(talk, call) for talk in talks for call in talk.calls]
-        calls = [functools.partial(_call, talk.box, call) for talk, call in asked]
+        """Runs the calls of the latest messages; returns a message of the role tool for each call,
+        by response."""
+        requests = [(talk, call) for talk in talks for call in talk.calls]
+        calls = [functools.partial(_call, talk.box, call) for talk, call in requests]
         results = iter(outcomes(calls, self.event_loop))
         messages: list[list[dict[str, Any]]] = []
         for talk in talks:
@@ -310,7 +312,7 @@ def _call(box: Toolbox, call: Mapping[str, Any]) -> Any:
     """Runs a tool, and returns its result, or the coroutine of an ``async def``.
 
     Raises:
-        ValueError: no tool of that name, or arguments that are no dict.
+        ValueError: a call of another type, no tool of that name, or arguments that are no dict.
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if call["type"] != "function":
@@ -323,11 +325,8 @@ def _call(box: Toolbox, call: Mapping[str, Any]) -> Any:
 
 
 def _text(name: str, result: Any) -> str:
-    """A tool's result as text; of a list of content blocks their joined texts.
-
-    Raises:
-        ValueError: content blocks of another kind, as images.
-    """
+    """A tool's result as text; a list of content blocks becomes their joined texts, and raises
+    ValueError where a block is no text, such as an image."""
     if not isinstance(result, list) or not result:
         return str(result)
     if not all(isinstance(block, Mapping) and "type" in block for block in result):

@@ -27,7 +27,7 @@ class BatchMaker(ABC):
         tokenizer: has the pad token and the padding side.
         collator: pads in place of the tokenizer's settings; gets dicts of ``input_ids`` and
             ``attention_mask``.
-        padding: how batches are padded; by default to the longest row.
+        padding: the layout of batches in the model's input; by default a padded row per sample.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class BatchMaker(ABC):
         self._warned = False
 
     def __call__(self, queries: Any, responses: Any, response_masks: Any = None) -> TokenBatch:
-        """Makes one batch on the CPU.
+        """Makes one batch on the CPU, from lists of 1-D token ids, and of masks of the responses'.
 
         Raises:
-            ValueError: a wrong element; names its list and index.
+            ValueError: a wrong element, or a sample that is too long; names its list and index.
         """
         queries, responses, response_masks = check_token_lists(
             queries, responses, response_masks, vocab_size=self.vocab_size
@@ -87,7 +87,7 @@ class BatchMaker(ABC):
         responses: Sequence[Tensor],
         response_masks: Sequence[Tensor] | None = None,
     ) -> TokenBatch:
-        """Makes a batch on the CPU from the result of :meth:`model_inputs` for these queries."""
+        """Makes a batch on the CPU from the result of :meth:`model_inputs` for these samples."""
         batch = self.padded(
             {name: tensor.cpu() for name, tensor in inputs.items()},
             [len(q) for q in queries],
@@ -99,7 +99,7 @@ class BatchMaker(ABC):
     def own(
         self, responses: Sequence[Tensor], response_masks: Sequence[Tensor] | None = None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        """Responses and masks without a decoder's start token."""
+        """Responses and masks without the start token of a decoder, if all responses have it."""
         return responses, response_masks
 
     def starts(self, responses: Sequence[Tensor]) -> int:
@@ -156,7 +156,7 @@ class DecoderOnlyBatches(BatchMaker):
 class EncoderDecoderBatches(BatchMaker):
     """Batches for an encoder–decoder: queries for the encoder, responses for the decoder.
 
-    Both are padded on the right, whatever the tokenizer's side, so that no position depends on it.
+    Both are padded on the right, whatever the tokenizer's side: no position depends on the padding.
     """
 
     def model_inputs(
@@ -220,11 +220,9 @@ def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def pad(
     sequences: Sequence[Tensor], pad_token_id: int | None, side: str, multiple: int | None = None
 ) -> dict[str, Tensor]:
-    """CPU sequences as ``input_ids`` and ``attention_mask`` [B, T], T a multiple of a number.
-
-    Args:
-        side: left or right.
-    """
+    """1-D sequences on the CPU as ``input_ids`` and ``attention_mask`` [B, T], padded with
+    ``pad_token_id``, or 0 without one, on a ``side``, "left" or "right"; T is a multiple of
+    ``multiple``, if there is one."""
     lengths = torch.tensor([len(s) for s in sequences])
     width = int(lengths.max())
     width += -width % (multiple or 1)
@@ -262,11 +260,8 @@ def padding_token(
 def check_token_lists(
     queries: Any, responses: Any, response_masks: Any, *, vocab_size: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
-    """Queries, responses and masks as CPU tensors.
-
-    Raises:
-        ValueError: a wrong element; names its list and index.
-    """
+    """Queries, responses and masks as int64 tensors on the CPU; warns if no token counts. Raises
+    ValueError for a wrong element, named by its list and index."""
     names = {"queries": queries, "responses": responses}
     if response_masks is not None:
         names["response_masks"] = response_masks
@@ -432,9 +427,9 @@ def check_weights(
 def collate(examples: Sequence[Any]) -> Any:
     """A batch of examples in the form of the classic loop.
 
-    Dicts become a dict of lists, with ``input_ids`` as 1-D LongTensors. Tuples become a list of
-    their fields' batches; tensors of one shape are stacked, others become a list; the rest is as in
-    torch's ``default_collate``.
+    Dicts become a dict of lists, with ``input_ids`` as 1-D LongTensors. Tuples become a list, or a
+    named tuple, of their fields' batches; tensors of one shape are stacked, others become a list;
+    the rest is as in torch's ``default_collate``.
     """
     first = examples[0]
     if isinstance(first, Mapping):

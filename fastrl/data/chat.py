@@ -16,7 +16,7 @@ PromptAndAnswers = tuple[TextOrMessages, tuple[TextOrMessages, ...]]
 _TURN = "\n\nAssistant:"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
-_MISSPELT = 0.8  # difflib's ratio from which an unknown role is taken for a known one
+_MISSPELT = 0.8  # difflib's ratio from which an unknown role is taken for a known one, misspelt
 
 
 # The tags by which a template marks the assistant's text, and characters that replace them: Unicode
@@ -35,7 +35,7 @@ _NOT_TEXT = ("image", "image_url", "video", "video_url", "audio", "audio_url", "
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether something is a list of dicts, and neither a text nor token ids."""
+    """Whether something is a list or tuple with a dict in it, unlike a text or token ids."""
     return isinstance(prompt, list | tuple) and any(isinstance(each, Mapping) for each in prompt)
 
 
@@ -50,7 +50,7 @@ def check_messages(messages: Sequence[Any], where: str, *, texts: bool = False) 
 
     Raises:
         ValueError: something that is no message, a role that is missing, blank or misspelt, a
-            content that is missing, of another type or with pictures; names the message.
+            content that is missing, of another type or with pictures or sound; names the message.
     """
     for i, message in enumerate(messages):
         at = f"{where}, message {i}"
@@ -106,12 +106,13 @@ def check_unicode(text: str, where: str = "a text holds") -> str:
 
 
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many characters, tokens or messages both begin with."""
+    """How many characters, tokens or messages two sequences have in common at their beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(one), len(other)))
 
 
 def is_blank(prompt: TextOrMessages) -> bool:
+    """Whether a text, or the content of each message, is blank; calls of tools are a content."""
     if isinstance(prompt, str):
         return not prompt.strip()
     contents = [m.get("content") or m.get("tool_calls") for m in prompt]
@@ -150,7 +151,8 @@ def render(
     answered: bool = True,
     template: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """Messages as the chat template writes them; unless ``answered``, up to the next answer.
+    """Messages as the chat template writes them; unless ``answered``, up to where the assistant's
+    next message begins.
 
     Args:
         template: further arguments of the chat template, such as ``tools``.
@@ -169,17 +171,17 @@ def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
     try:
         if any(_texts_of_arguments(conversation)):
             conversation = _with_arguments(conversation, tokenizer, options)
-        made = tokenizer.apply_chat_template(conversation, **options)
+        output = tokenizer.apply_chat_template(conversation, **options)
     except Exception as error:  # a template's code may raise anything
         raise ValueError(
             f"the chat template refuses these messages: {type(error).__name__}: {error}"
         ) from error
-    asked = any(message["role"] not in ("system", "developer") for message in messages)
-    if asked and not (made["input_ids"] if isinstance(made, Mapping) else made):
+    has_turns = any(message["role"] not in ("system", "developer") for message in messages)
+    if has_turns and not (output["input_ids"] if isinstance(output, Mapping) else output):
         raise ValueError(
             "the chat template writes nothing for these messages: mend tokenizer.chat_template"
         )
-    return made
+    return output
 
 
 class Written(dict[str, Any]):
@@ -194,8 +196,8 @@ def as_written(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without those keys of mappings, at any depth, that are None: a table adds such a key
-    for each that only other rows have, and these look like a None that was written. A
+    """A value without those keys of mappings, at any depth, whose value is None: a table adds such
+    keys where only other rows have them, and they look like a None that was written. A
     :class:`Written`, None in a list, and JSON in a text do not change."""
     if isinstance(value, Written):
         return value
@@ -205,8 +207,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def as_said(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without keys that are None, other than its content, also within its values, see
-    :func:`without_nulls`."""
+    """A message by :func:`without_nulls`, but for its own ``content``, which may be None."""
     content = {"content": None} if "content" in message else {}
     return {**content, **without_nulls(dict(message))}
 
@@ -234,13 +235,13 @@ def _with_arguments(
 ) -> list[dict[str, Any]]:
     """The messages; tool calls' arguments that are texts of JSON become mappings, unless the
     template writes such texts unchanged: most write mappings as JSON, and texts in quotes."""
-    as_text = {**options, "tokenize": False, "return_dict": False}
+    for_text = {**options, "tokenize": False, "return_dict": False}
     try:
-        made = tokenizer.apply_chat_template(messages, **as_text)
+        text = tokenizer.apply_chat_template(messages, **for_text)
     except Exception:  # the template takes mappings alone, or fails again with them
-        made = ""
-    texts = set(_texts_of_arguments(messages))
-    if all(text in made and json.dumps(text, ensure_ascii=False) not in made for text in texts):
+        text = ""
+    arguments = set(_texts_of_arguments(messages))
+    if all(x in text and json.dumps(x, ensure_ascii=False) not in text for x in arguments):
         return messages
 
     def read(call: Any) -> Any:
@@ -282,7 +283,7 @@ TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns for the chat tem
 
 def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
     """The arguments of the chat template in the columns ``tools`` (a list, or its JSON) and
-    ``chat_template_kwargs`` (a dict) of row ``i``, by :func:`without_nulls`.
+    ``chat_template_kwargs`` (a dict) of row ``i``, without keys that the table may have added.
 
     Raises:
         ValueError: a column of another type; names the row.
@@ -310,8 +311,8 @@ def templates_of(
     rows: Sequence[int],
     common: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Mapping[str, Any]]:
-    """Further arguments of the chat template for each prompt: the common ones, and those of
-    :func:`template_arguments` for its row; none for prompts that are texts.
+    """Further arguments of the chat template for each prompt: the ``common`` ones, and those of
+    :func:`template_arguments` for its row, whose errors are raised. Texts may have none.
 
     Args:
         columns: the data set's columns, of which only :data:`TEMPLATE_COLUMNS` are read.
@@ -383,8 +384,8 @@ def assistant_spans(
     the template asks for the answer to the end of its turn, without the blanks behind.
 
     Raises:
-        ValueError: a template that writes a turn differently once another follows, so that the
-            turns cannot be found.
+        ValueError: a template that writes a turn differently once another follows, or a turn of the
+            assistant that comes first, so that the turns cannot be found.
     """
     turns, spans = list(messages), []
     whole = render(turns, tokenizer, template=template)
@@ -415,8 +416,8 @@ def check_spans(
     template: Mapping[str, Any],
 ) -> list[tuple[int, int]]:
     """The spans by :func:`marked_spans` or :func:`assistant_spans`, checked to hold the assistant's
-    text alone. Where the spans' text leaves a doubt, each message is replaced by a sign that is
-    looked for. Warns of an assistant's text that lies in no span.
+    text alone. Where the spans' text leaves a doubt, a sign takes the place of each message's
+    text, and is looked for. Warns of an assistant's text that lies in no span.
 
     Args:
         find: one of these two functions.
@@ -534,7 +535,7 @@ def prompt_text(
     Args:
         name: the prompt's name, for messages.
         template: further arguments of the chat template.
-        plain: require that messages hold texts, and that the last is not the assistant's.
+        plain: require that messages hold texts, not all blank, and do not end with the assistant's.
 
     Raises:
         ValueError: neither a text nor messages; messages that :func:`check_messages` refuses, or
@@ -575,7 +576,8 @@ def check_prompt(prompt: Any, where: str, *, texts: bool = False) -> None:
 
 def split_conversations(chats: Sequence[TextOrMessages], where: str) -> PromptAndAnswers:
     """Splits whole conversations into prompt and answers. The prompt is the messages that all share
-    up to an assistant's turn; for a single conversation all but its last turn.
+    up to one of the assistant's; for a single conversation all but its last message. The answer of
+    an empty conversation is "".
 
     Raises:
         ValueError: a conversation that does not end with the assistant's message, or shares no

@@ -28,8 +28,8 @@ from fastrl.models.utils import base_of, computes_in_tf32, evaluating
 # prompt is longer where the model reads tokens by longer blocks.
 _SAMPLES = ((0, 3, 4), (1, 5, 2), (0, 3, 2), (2, 1, 3))
 _CHANGED = 1  # the index of a sample that shares its prompt with no other
-# Allowed differences, relative to the mean size of results or to 1: the largest one in fp32, the
-# mean in lower precision, and the mean after a change of another sample, which changes rounding.
+# Allowed differences, relative to the mean size of results, or to 1 if that is less: the largest in
+# fp32, the mean in lower precision, and the mean after a change of another sample's tokens.
 _EXACT, _ROUNDED, _MOVED = 1e-4, 5e-2, 2e-3
 Scores = Callable[[nn.Module, TokenBatch], Tensor]
 
@@ -41,15 +41,15 @@ def choose_padding(
     *models: nn.Module | None,
     anywhere: Callable[[bool], bool] = bool,
 ) -> Padding:
-    """The padding of batches that all models run: none, if their results do not depend on it; else
-    batches are padded, and a warning says why.
+    """The layout of batches that all models run: packed, if ``padding_free`` and their results do
+    not depend on it, else padded. A warning says why, but not for encoder–decoders.
 
     Args:
         padding_free: False for padded batches.
         device: the device of the inputs.
         precision: the dtype of the lowest precision in which forwards compute.
         models: fastrl's wrappers, as accelerate has prepared them.
-        anywhere: whether a truth value is True in one of the processes, which all choose alike.
+        anywhere: returns whether a truth value is True in any process, so that all choose alike.
     """
     present = [model for model in models if model is not None]
     if any(_language_model(model).config.is_encoder_decoder for model in present):
@@ -103,9 +103,9 @@ class Packing:
     first use, when the model is on its device.
 
     Args:
-        device, precision, anywhere, scores: as of :func:`runs_packed`.
+        device, precision, anywhere, scores: arguments of :func:`runs_packed`.
         context: makes the context in which the model runs.
-        asks: whether the settings ask for such batches.
+        asks: returns whether the settings ask for batches without padding.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class Packing:
 
     def __call__(self, model: nn.Module) -> bool:
         if self._packs is None:
-            given, asked = (self.device, self.precision, self.scores), self.asks()
+            options, asked = (self.device, self.precision, self.scores), self.asks()
             with self.context():
-                self._packs = runs_packed([model], *given, asked=asked, anywhere=self.anywhere)
+                self._packs = runs_packed([model], *options, asked=asked, anywhere=self.anywhere)
         return self._packs
 
     def padding(self, model: nn.Module) -> Padding:
-        """The padding of batches, which the processes choose together."""
+        """The layout of batches, packed or padded, which the processes choose together."""
         return PaddingFree() if self(model) else Padded()
 
 
@@ -144,7 +144,7 @@ def why_not_packed(
     tokens.
 
     Args:
-        scores: gives a model's results for a batch; by default log-probs and values of responses.
+        scores: returns a model's results for a batch; by default log-probs and values of responses.
     """
     score = scores or logprobs_and_values
     language_model = _language_model(model)
@@ -182,7 +182,7 @@ def why_not_padded(
     model: nn.Module, device: torch.device, precision: torch.dtype, scores: Scores | None = None
 ) -> str | None:
     """How much a model's results for padded batches differ from those for each sample alone, in
-    words; None where they do not, or where the model raises an error. Arguments are those of
+    words; None where they do not, or cannot be compared. Arguments are those of
     :func:`why_not_packed`."""
     score, batch = scores or logprobs_and_values, _batch(_language_model(model), device)
     with evaluating(model), narrowed(model):
@@ -202,7 +202,7 @@ def _alone(score: Scores, model: nn.Module, batch: TokenBatch) -> Tensor:
 
 
 class _Observed(PaddingFree):
-    """Batches without padding whose attention is kept, for :func:`why_not_packed` to look at."""
+    """The layout without padding, which keeps each pass's attention for :func:`why_not_packed`."""
 
     def __init__(self) -> None:
         self.attentions: list[PackedAttention] = []
@@ -222,8 +222,8 @@ def _with_other_tokens(batch: TokenBatch) -> Tensor:
 
 
 def _of_others(batch: TokenBatch, results: Tensor) -> Tensor:
-    """A mask of the results of all samples but :data:`_CHANGED`. The last dimension is samples, or
-    their response tokens."""
+    """A mask of flat results, False for sample :data:`_CHANGED`. The last dimension of ``results``
+    is samples, or their response tokens."""
     counts = batch.response_lengths if results.shape[-1] != len(batch) else [1] * len(batch)
     others = torch.ones(sum(counts), dtype=torch.bool, device=results.device)
     begin = sum(counts[:_CHANGED])
@@ -326,13 +326,14 @@ def classifier_side(
     stacklevel: int = 2,
 ) -> str | None:
     """The side of padding on which a classifier gives each text the reward that it gets alone;
-    None, with a warning, without such a side. Other arguments: see :func:`choose_padding`.
+    "right" where that cannot be compared; None, with a warning, where neither side does.
 
     A comparison decides: most architectures want padding on the right, XLNet, which reads the last
     place, on the left; some (FNet) mix padding into the text.
 
     Args:
-        anywhere: see :func:`choose_padding`; None for a single process.
+        device, precision, anywhere: see :func:`choose_padding`; ``anywhere`` is None for a single
+            process.
 
     Raises:
         ValueError: padding is wrong on both sides, and there are several processes, which cannot
@@ -347,7 +348,7 @@ def classifier_side(
     with evaluating(model):
         try:
             alone = rewards_of_padded(model, batch, None, padding).float()
-        except Exception:  # the user's texts will give the same error
+        except Exception:  # the run's first batch gives the same error
             return "right"
         size = alone.abs().mean()
         for side in ("right", "left"):

@@ -20,14 +20,14 @@ from fastrl.run.files import cache_file
 from fastrl.run.fingerprint import hash_of
 
 KEPT_FROM = 10_000  # prompts; fewer are encoded in a second
-_AT_A_TIME = 1 << 12
+_AT_A_TIME = 1 << 12  # prompts
 
 
 class TokenRows(Sequence[Tensor]):
     """A sequence of 1-D int64 tensors of token ids, kept in one tensor of int32.
 
     Args:
-        flat: all ids one after the other, [N].
+        flat: all ids one after the other, int32 [N].
         ends: the place at which each row ends, int64 [B].
     """
 
@@ -72,8 +72,7 @@ def encode_prompts(
     :meth:`fastrl.data.encode.Encoder.prompts`.
 
     The result for many prompts is kept in the cache of ``datasets``, under a hash of the prompts,
-    the templates' arguments and the tokenizer: the next run, and other processes of this one, read
-    it.
+    the templates' arguments and the tokenizer, if that is a fast one; other processes read it.
 
     Args:
         name_of: names a prompt by its index, for messages.
@@ -117,13 +116,13 @@ def _joined(parts: Sequence[TokenRows]) -> TokenRows:
 def _place(
     prompts: Sequence[Any], tokenizer: Any, templates: Sequence[Any], closed: bool
 ) -> Path | None:
-    """The file that keeps some prompts' ids; None where the tokenizer cannot be identified."""
+    """The file that keeps some prompts' ids; None where the tokenizer or its texts may change."""
     import datasets
 
     template = repr(tokenizer.chat_template)
     if not getattr(tokenizer, "is_fast", False) or "strftime" in template:  # the date is in texts
         return None
-    what = [
+    parts = [
         hash_of(prompts),
         hash_of(templates),
         tokenizer.backend_tokenizer.to_str(),
@@ -134,7 +133,7 @@ def _place(
         user_code(tokenizer),
         repr(closed),
     ]
-    key = hashlib.sha256("\n".join(what).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
     return Path(datasets.config.HF_DATASETS_CACHE) / "fastrl-prompts" / f"{key}.safetensors"
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Response:
-    """A response to a prompt; its ids follow the prompt's, and end with EOS if it is complete.
+    """A response to a prompt.
 
     Attributes:
+        ids: its tokens, which follow the prompt's, and end with EOS if the response is complete.
         finished: False if it was cut by a length limit.
     """
 
@@ -32,7 +33,7 @@ class Example:
         columns: the row's other columns.
         rewards: the responses' rewards; None if they have not been judged.
         weights: the responses' weights; empty: 1 each.
-        messages: the prompt of a chat as the data have it; None where it is a text.
+        messages: the prompt as chat messages, as the data have it; None where it is a text.
     """
 
     prompt: str

@@ -16,11 +16,7 @@ Prompt = TextOrMessages | Tensor | Sequence[int]
 
 
 def check_tensors(prompts: Sequence[Any]) -> None:
-    """Checks that prompts are tensors.
-
-    Raises:
-        ValueError: a prompt that is not a tensor, named by its index.
-    """
+    """Raises ValueError for a prompt that is not a tensor, named by its index."""
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, Tensor):
             raise ValueError(
@@ -35,8 +31,12 @@ def check_prompts(
 ) -> None:
     """Checks prompts to generate from; errors name a prompt's index.
 
+    Args:
+        max_new_tokens: the tokens to generate, for all or for each prompt; None: at least one.
+
     Raises:
-        ValueError: a prompt that is empty or not 1-D integers, or leaves no room to generate.
+        ValueError: no prompts; a prompt that is empty, not 1-D integers within the vocabulary, or
+            leaves no room to generate.
     """
     if not len(prompts):
         raise ValueError("prompts is empty: pass at least one")

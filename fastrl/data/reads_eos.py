@@ -43,7 +43,7 @@ def save_beside_adapter(model: Any, folder: str | Path) -> None:
 
 
 def load_from_adapter(model: Any, path: str | os.PathLike) -> None:
-    """Copies an adapter's record to the model's configuration, which its base has brought."""
+    """Copies an adapter's record, or the lack of one, to the configuration of its base model."""
     if not hasattr(model, "peft_config"):
         return
     file = find_file(model_folder(path), ADAPTER_FILE, {})

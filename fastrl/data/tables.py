@@ -50,9 +50,9 @@ def load_table(source: str, split: str = "train") -> Dataset:
 
     Raises:
         FileNotFoundError: a path that does not exist, or a folder without data files.
-        ValueError: a file of another format, an empty or broken one, text that is not UTF-8 (the
-            error names the file, and the line if it is known); a folder of several formats; an
-            unknown split.
+        ValueError: no name; a file of another format, an empty or broken one, text that is not
+            UTF-8 (the error names the file, and the line if it is known); a folder of several
+            formats; an unknown split.
     """
     import datasets
 
@@ -81,7 +81,7 @@ def load_table(source: str, split: str = "train") -> Dataset:
 
 @contextlib.contextmanager
 def errors_name(which: str) -> Iterator[None]:
-    """Context whose errors name the data set ``which``, one of several that may be meant."""
+    """Context in which ValueErrors and TypeErrors begin with ``which``, the name of a data set."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -96,8 +96,9 @@ def as_dataset(dataset: Any) -> Dataset:
         dataset: a ``datasets.Dataset``, a list of rows, or an object whose rows are read by index.
 
     Raises:
-        TypeError: anything else.
-        ValueError: an empty data set.
+        TypeError: anything else, such as a path, a stream or a dict of data sets; a row that is no
+            dict.
+        ValueError: an empty data set, one with a transform, or half of a surrogate pair in a text.
     """
     import datasets
 
@@ -142,11 +143,8 @@ def as_dataset(dataset: Any) -> Dataset:
 
 def list_as_dataset(dataset: Any) -> Any:
     """A list of rows as a data set with all of their columns, also in a dict of several sets;
-    anything else by :func:`fastrl.data.written.with_written`.
-
-    Raises:
-        TypeError: a path, or a row that is no dict.
-        ValueError: an empty list.
+    anything else by :func:`fastrl.data.written.with_written`. Raises what :func:`as_dataset` raises
+    for a path or a list.
     """
     from fastrl.data.written import with_written
 
@@ -175,24 +173,21 @@ def is_stream(dataset: Any) -> bool:
 
 
 def map_options(dataset: Any, num_proc: int | None, desc: str | None = None) -> dict[str, Any]:
-    """What ``map`` and ``filter`` are told of processes and of a bar; a stream's have neither."""
+    """Arguments of a data set's ``map`` and ``filter``; none for a stream, which lacks them."""
     options = {"num_proc": num_proc, **({} if desc is None else {"desc": desc})}
     return {} if is_stream(dataset) else options
 
 
 def stream_columns(stream: Any) -> list[str]:
-    """The names of a stream's columns, or of its first row's where the stream does not know them.
-
-    Raises:
-        ValueError: an empty stream.
-    """
+    """The names of a stream's columns, or of its first row's where the stream does not know them;
+    raises ValueError for an empty one."""
     if stream.column_names is not None:
         return list(stream.column_names)
     return list(first_row(stream))
 
 
 def first_row(stream: Any) -> dict[str, Any]:
-    """The first row; raises ValueError for an empty stream."""
+    """The first row of a stream; raises ValueError for an empty one."""
     row = next(iter(stream), None)
     if row is None:
         raise ValueError("the data set is empty")
@@ -201,7 +196,7 @@ def first_row(stream: Any) -> dict[str, Any]:
 
 def open_rows(source: Any, split: str) -> Any:
     """A file's, the Hub's or a list's rows, read by index. Lists are not converted, so that errors
-    can name their rows.
+    can name their rows. Raises what :func:`load_table` and :func:`as_dataset` raise.
 
     Args:
         split: the split of a data set that has several.
@@ -234,8 +229,8 @@ def columns_of(rows: Any) -> list[str]:
 
 
 def numbered(table: Dataset) -> Dataset:
-    """The table with each row's number in its file, for messages about rows that were shuffled or
-    left alone by a split; a table that has these numbers stays as it is."""
+    """The table with each row's number in its file, for messages once rows are shuffled or split; a
+    table that has these numbers stays as it is."""
     if ROW in table.column_names:
         return table
     return table.add_column(ROW, list(range(len(table))))
@@ -273,8 +268,8 @@ def take_prompts(
         max_tokens: keep each text's first tokens only, after ``words``, by ``tokenizer``.
 
     Raises:
-        ValueError: no such column (the error lists the columns), no prompt left, or a limit for
-            chats, which cannot be cut.
+        ValueError: no such column (the error lists the columns), no prompt left, texts beside
+            chats, or a limit for chats, which cannot be cut.
         TypeError: a column of something other than text or chats.
     """
     from fastrl.data.chat import is_chat
@@ -341,11 +336,7 @@ def sample_rows(table: Dataset, count: int, seed: int) -> Dataset:
 
 
 def drop_prompts(table: Dataset, prompts: Collection[TextOrMessages]) -> Dataset:
-    """The rows whose prompt is not in ``prompts``.
-
-    Raises:
-        ValueError: no row left.
-    """
+    """The rows whose prompt is not in ``prompts``; raises ValueError if none is left."""
     unwanted = {_key(prompt) for prompt in prompts}
     kept = [row for row, prompt in enumerate(table[PROMPT][:]) if _key(prompt) not in unwanted]
     if not kept:
@@ -372,7 +363,7 @@ def count_prompts(table: Dataset) -> int:
 
 
 def held_out_count(asked: int | None, available: int) -> int:
-    """How many examples to hold out: ``asked``, or by default min(256, a tenth of them)."""
+    """How many examples to hold out: ``asked``, or by default a tenth of all, but at most 256."""
     return min(MOST_HELD_OUT, available // _HELD_OUT_OF) if asked is None else asked
 
 
@@ -580,11 +571,8 @@ def _check_object(row: Any, place: str) -> None:
 
 
 def find_prompt_column(table: Dataset, column: str | None) -> str:
-    """The name of the column of prompts; None: the first of "prompt", "query" and "text".
-
-    Raises:
-        ValueError: there is no such column.
-    """
+    """Returns ``column``, or where it is None the first of "prompt", "query" and "text"; raises
+    ValueError if the table lacks it."""
     columns = ", ".join(columns_of(table))
     if column is None:
         column = next((name for name in USUAL_COLUMNS if name in table.column_names), None)

@@ -74,7 +74,7 @@ class TrunkActivations(Protocol):
         """[1, T, H] of some samples as they stand in a packed row.
 
         Args:
-            groups: the samples of each prompt, as places in ``samples``.
+            groups: the samples of each prompt, as indices in ``samples``.
         """
 
 
@@ -82,8 +82,8 @@ class TrunkActivations(Protocol):
 class TokenBatch:
     """Queries and responses, padded to [B, T].
 
-    Per-token quantities have shape [B, T-1]: position t belongs to the token at t+1, so that of a
-    response's first token is len(query)-1.
+    Per-token quantities have shape [B, T-1]: position t belongs to the token at t+1. A response's
+    first token has position len(query)-1, counted from its row's first token.
     """
 
     input_ids: Tensor  # [B, T] int64
@@ -99,8 +99,8 @@ class TokenBatch:
     # Activations of the layers shared with a reference model, and the samples' indices in them.
     boundaries: TrunkActivations | None = None
     samples: Sequence[int] = ()
-    # The experts that each sample's tokens chose in a mixture of experts, [≤ T, L, k], None where
-    # they are not known; None for a dense model.
+    # The experts that routers chose for each sample's tokens, [≤ T, routers, k], None where not
+    # known; None for a dense model.
     experts: Sequence[Tensor | None] | None = None
 
     @classmethod
@@ -112,7 +112,8 @@ class TokenBatch:
         response_lengths: list[int],
         response_masks: Sequence[Tensor] | None = None,
     ) -> TokenBatch:
-        """Makes a batch from model inputs [B, T] on the CPU, padded on either side."""
+        """Makes a batch from model inputs [B, T] on the CPU, padded on either side; by default all
+        tokens of responses count."""
         first = attention_mask.argmax(-1)
         columns = torch.arange(input_ids.shape[1])
         begin = (first + torch.tensor(query_lengths) - 1)[:, None]
@@ -138,7 +139,7 @@ class TokenBatch:
         )
 
     def with_experts(self, experts: Sequence[Tensor | None] | None) -> Self:
-        """Returns the batch with choices of a mixture's experts, as far as they are known."""
+        """Returns the batch with the experts that routers chose, as far as they are known."""
         return replace(self, experts=experts or [None] * len(self))
 
     @property
@@ -185,8 +186,7 @@ class TokenBatch:
         return [row[-length:] if self.left_padded else row[:length] for row, length in rows]
 
     def on(self, boundaries: TrunkActivations | None) -> Self:
-        """The batch with the shared layers' activations in its model inputs, unless they are
-        None."""
+        """The batch with activations of layers that policy and reference share, or without."""
         return replace(self, boundaries=boundaries, samples=range(len(self)))
 
     def __len__(self) -> int:
@@ -198,15 +198,15 @@ class TokenBatch:
         return len(samples) * max(lengths[i] for i in samples)
 
     def groups(self, samples: Iterable[int] | None = None) -> list[list[int]]:
-        """Samples grouped by prompt, in the order of each group's first; by default all samples."""
+        """Samples grouped by prompt, in the order of first samples; by default of all samples."""
         groups: dict[int, list[int]] = {}
         for i in range(len(self)) if samples is None else samples:
             groups.setdefault(self.prompts[i], []).append(i)
         return list(groups.values())
 
     def parts(self, samples: Sequence[int], limit: PassLimit) -> list[list[int]]:
-        """Lists of samples that share a forward, in ascending order; samples of a prompt share one
-        as far as they fit."""
+        """Lists of samples that share a forward pass, in ascending order; samples of a prompt share
+        a pass as far as they fit."""
 
         def fits(part: list[int]) -> bool:
             most = limit.tokens
@@ -244,7 +244,7 @@ class TokenBatch:
         return torch.cat([rows[:0], *(of_each[i] for i in samples)])
 
     def mask_of_responses(self) -> Tensor:
-        """Which tokens of the concatenated responses count, on the CPU."""
+        """Which tokens of the concatenated responses count, [Σ responses] bool on the CPU."""
         columns = torch.arange(self.response_mask.shape[1])
         width = self.input_ids.shape[1]
         lengths = torch.tensor([self.query_lengths, self.response_lengths])

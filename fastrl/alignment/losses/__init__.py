@@ -1,4 +1,4 @@
-"""The losses: a class each, in a file per kind of batch."""
+"""The losses, each a class that is called with a batch."""
 
 from fastrl.alignment.losses.base import LOSSES, Loss, LossOutput, register, weighted_mean
 from fastrl.alignment.losses.make import make_loss

@@ -19,11 +19,12 @@ def make_loss(kind: str | type[Loss] | PairObjective, **coefficients: Any) -> Lo
     """Makes a loss from its name, its class, or its row of the table of pair losses.
 
     Args:
-        kind: a loss's name may also be "file.py:name" or "module:name", the name of a class, a row,
-            or a function of two sides.
+        kind: a name is a key of :data:`LOSSES`, or "file.py:name" or "module:name" of a class, a
+            row, or a function of two sides.
 
     Raises:
-        ValueError: an unknown loss or coefficient, or a coefficient out of range.
+        ValueError: an unknown loss or coefficient, a coefficient out of range, or a row that
+            compares the pairs of a batch.
         TypeError: a class that is no loss, a function that takes something else than two sides.
         ImportError, FileNotFoundError: a name, module or file that does not exist.
     """
@@ -46,7 +47,7 @@ def make_loss(kind: str | type[Loss] | PairObjective, **coefficients: Any) -> Lo
 
 
 def _named(name: str) -> Any:
-    """The class or row that a name stands for."""
+    """The class or row that a name stands for; raises as :func:`make_loss`."""
     if ":" in name and isinstance(loss_class := load_function(name), type):
         return loss_class
     if name in LOSSES:

@@ -42,15 +42,14 @@ class SFT(Loss):
 class KTO(Loss):
     """λ·(1 - σ(±β(r - KL))), + where a response is desired: Kahneman–Tversky optimisation.
 
-    r = log π - log ref; KL = max(0, mean r of mismatched pairs, prompt i with response i+1), among
-    the samples of all processes. See :func:`fastrl_kernels.kto_loss`.
+    r = log π - log ref; KL is the mean r of mismatched pairs, prompt i with response i+1, of all
+    processes' samples, but at least 0. See :func:`fastrl_kernels.kto_loss`.
 
     Args:
         beta: β.
-        desirable_weight, undesirable_weight: λ of desired responses, and of the others.
-        threshold: the reward above which a response is desired; None takes ½ where all rewards of
-            the batch, over all processes, are 0 or 1, and else their mean, for scores without a
-            natural zero.
+        desirable_weight, undesirable_weight: λ of desired and of undesired responses.
+        threshold: the reward above which a response is desired; None: ½ where all rewards of the
+            batch, over all processes, are 0 or 1, and else the mean of these rewards.
     """
 
     name: ClassVar[str] = "kto"
@@ -64,11 +63,7 @@ class KTO(Loss):
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the coefficients by a call of the op.
-
-        Raises:
-            ValueError: a coefficient out of range.
-        """
+        """Checks the coefficients by a call of the op; raises ValueError for one out of range."""
         super().__post_init__()
         threshold = self.threshold
         if threshold is not None and not (is_number(threshold) and math.isfinite(threshold)):
@@ -107,7 +102,7 @@ class KTO(Loss):
                 "kl": kl.clamp(min=0.0),
                 "rewards/chosen": implied[desirable],
                 "rewards/rejected": implied[~desirable],
-                # Desired responses should have more than the KL, the others less.
+                # Implied rewards should lie above β·KL where desired, and below it elsewhere.
                 "rewards/accuracies": torch.where(desirable, ahead, 1.0 - ahead),
                 "logps/response": side.sums.detach(),
             }
@@ -122,6 +117,7 @@ class KTO(Loss):
 
     @torch.no_grad()
     def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
+        """The mean r of mismatched pairs, [], which may be negative; 0 for losses without a KL."""
         if not self.row.has_kl or batch.total == 1:  # an epoch's last batch may have one prompt
             return torch.zeros((), device=policy.tokens.device)
         other = batch.mismatched()

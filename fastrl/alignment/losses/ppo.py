@@ -47,8 +47,8 @@ class PPO(Loss):
     of them.
 
     Args:
-        epochs: passes over each batch.
-        mini_batches: mini-batches in each pass, an optimizer step each unless gradients are
+        epochs: how often the policy is trained on each batch.
+        mini_batches: mini-batches in each epoch, an optimizer step each unless gradients are
             accumulated.
         kl_coef: β of the penalty -β·(log π - log ref) on every token's reward; 0: no reference.
         gamma, lam: discount and λ of the advantages.
@@ -58,6 +58,7 @@ class PPO(Loss):
         temperature: T of the policy softmax(logits / T), at which responses are sampled.
         ratio_threshold: mini-batches whose mean ratio exceeds this are left out.
         early_stopping: begin the next batch once mean(log π_old - log π) exceeds 1.5·``target_kl``.
+        target_kl: nats per token, for ``early_stopping``.
     """
 
     name: ClassVar[str] = "ppo"
@@ -142,7 +143,7 @@ class PPO(Loss):
                 yield part
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
-        if batch.experience is None:  # a whole batch, which minibatches() did not make
+        if batch.experience is None:  # the batch does not come from minibatches()
             tokens, experience = policy.tokens(batch), self._experience(batch, policy, reference)
             batch.tokens, batch.experience, _ = Minibatch.of(tokens, experience, range(batch.size))
         assert batch.tokens is not None
@@ -157,7 +158,7 @@ class PPO(Loss):
     def backward(
         self, minibatches: Sequence[Batch], model: Any, accelerator: Any, optimizer: Any
     ) -> tuple[LossOutput, bool]:
-        """Leaves the gradient of an optimizer step in the weights, see :class:`Loss`."""
+        """Leaves the gradient of an optimizer step in the weights; see :class:`Loss`."""
         loss, processes = self._update_loss, processes_of(accelerator)
         engine = Engine(accelerator, model, optimizer, processes=processes)
         gradient = method.gradient_of(self._settings, engine, loss)
@@ -183,6 +184,7 @@ class PPO(Loss):
 
     @torch.no_grad()
     def _experience(self, batch: Batch, policy: Any, reference: Any) -> Experience:
+        """Scores a batch, and makes its rewards with the KL penalty, advantages and returns."""
         tokens, config = policy.tokens(batch), self._settings
         compared = NoRefModel() if reference is None else reference.reference
         penalty = make_kl_penalty("kl", compared)

@@ -69,13 +69,13 @@ def _by_name(names_by_text: dict[str, str]) -> dict[str, str]:
 @dataclass
 class PPOv2Config(SupervisedArguments):
     """Settings of :class:`PPOv2Trainer`: names, meanings and defaults of the PPOConfig of TRL 0.12
-    to 1.9, PPOv2Config before.
+    to 1.9, or of the PPOv2Config of TRL 0.11.
 
     Sizes count samples per process: a batch has ``per_device_train_batch_size ×
-    gradient_accumulation_steps`` of them, and is learned from in ``num_mini_batches`` steps.
+    gradient_accumulation_steps`` samples, and ``num_mini_batches`` optimizer steps in each epoch.
 
     Raises:
-        ValueError: sizes that do not divide; a setting that would not act, with what to use.
+        ValueError: sizes that do not divide; a value that is not supported, with what to do.
     """
 
     changes_nothing: ClassVar[dict[str, str]] = _by_name(_IDLE)
@@ -164,7 +164,7 @@ class PPOv2Config(SupervisedArguments):
 
     @property
     def optimizer_arguments(self) -> str:
-        """``optim_args``, with the weight decay, betas and eps that other settings give."""
+        """The text of ``optim_args`` behind that of weight decay, betas and eps, other settings."""
         _, keywords = class_and_keywords(self)
         arguments: dict[str, Any] = {"weight_decay": self.weight_decay}
         if "betas" in keywords:

@@ -10,7 +10,7 @@ _CHECKS = ("isinstance", "issubclass")
 
 
 class Call(NamedTuple):
-    """A call of one of some names, see :func:`calls_of`.
+    """A call of an object that :func:`calls_of` looks for.
 
     Attributes:
         node: the call.
@@ -30,11 +30,11 @@ def called(call: ast.Call) -> str:
 
 
 def calls_of(tree: ast.Module, names: Mapping[str, str]) -> Iterator[Call]:
-    """All calls of some names: under the program's aliases, through variables that hold the named
-    object, by ``functools.partial``, and as ``super().__init__`` of a subclass.
+    """Yields all calls of some objects: under the program's aliases, through variables that hold
+    the object, by ``functools.partial``, and as a subclass's call of ``__init__``.
 
     Args:
-        names: the names by the program's aliases.
+        names: the objects' names by the program's aliases.
     """
     nodes = list(ast.walk(tree))
     bound = dict(names)
@@ -105,9 +105,9 @@ def _entries(node: ast.expr) -> list[ast.keyword]:
 
 
 def only_named(tree: ast.Module, imported: Mapping[str, str]) -> set[str]:
-    """Imported names without which a program runs: it has them in annotations, or in functions and
-    classes that nothing uses. A name that a ``try`` imports is left out, since the program handles
-    its absence.
+    """Imported names without which a program runs: it has them in annotations, in checks of a type,
+    or in functions and classes that nothing uses. A name that a ``try`` imports is left out, since
+    the program handles its absence.
 
     Args:
         imported: the names by the program's aliases.
@@ -141,8 +141,8 @@ def _inside(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list
 
 
 def _used_by(node: ast.AST) -> Iterator[str]:
-    """The names that a node uses when it runs: not those in annotations, in bodies of functions and
-    classes, and in checks of a type."""
+    """The names that a node uses when it runs: none in annotations, in bodies of functions and
+    classes, or in checks of a type."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         parts: list[ast.AST] = [*node.decorator_list, *node.args.defaults]
         parts += [x for x in node.args.kw_defaults if x is not None]

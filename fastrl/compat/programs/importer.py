@@ -19,7 +19,7 @@ class TRLImporter(MetaPathFinder, Loader):
     fastrl's, looked up when they are read. It finds no other module.
 
     Args:
-        renamed: fastrl's name for names of TRL that it calls otherwise.
+        renamed: fastrl's names by TRL's, where the two differ.
     """
 
     def __init__(self, renamed: Mapping[str, str]):
@@ -59,7 +59,7 @@ def _found(module: ModuleType, renamed: Mapping[str, str], name: str) -> Any:
 
 @contextmanager
 def importing_fastrl(renamed: Mapping[str, str]) -> Iterator[None]:
-    """Context in which ``import trl`` is fastrl; modules imported before come back behind it.
+    """Context in which ``import trl`` is fastrl; after it TRL's modules are those of before.
 
     Args:
         renamed: see :class:`TRLImporter`.

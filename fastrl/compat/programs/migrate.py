@@ -36,7 +36,7 @@ _TODAY = "today: "
 _LINE = 100  # characters
 
 
-# The first and last place (line, column in bytes) of a text to be replaced, and the new text.
+# The begin and end (line, column in bytes) of a text to be replaced, and the new text.
 Edit = tuple[tuple[int, int], tuple[int, int], str]
 
 
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
         kind: AS_IT_IS, "renamed", "kept", DEFAULT, "changes nothing", "refused", UNKNOWN; or THERE
             where only ``fastrl run-trl`` runs the line.
         text: what a reader should know of the change.
-        edit: what ``--write`` changes.
+        edit: what ``--write`` changes; None: nothing.
     """
 
     line: int
@@ -58,11 +58,8 @@ class Outcome(NamedTuple):
 
 
 def read_program(source: str) -> list[Outcome]:
-    """All findings in a program's source, in order of lines.
-
-    Raises:
-        SyntaxError: the program does not parse; the error has the line.
-    """
+    """All findings in a program's source, in order of lines; raises SyntaxError, with the line,
+    where it does not parse."""
     tree = ast.parse(source)
     renamed, aliases = of_its_time(source), _aliases(tree)
     only_named = only_named_in(source)
@@ -97,10 +94,11 @@ def read_program(source: str) -> list[Outcome]:
 
 
 def read_config(settings: str, program: str) -> list[Outcome]:
-    """Findings of a YAML file of settings, by the configurations that the program names.
+    """All findings in a YAML file of settings, by the configurations that the program names.
 
     Args:
         settings: the file's text, a mapping.
+        program: the program's source.
 
     Raises:
         ValueError: the program names no configuration.
@@ -145,7 +143,7 @@ def rewritten(source: str, findings: Sequence[Outcome]) -> str:
 
 
 def _joined(findings: Sequence[Outcome]) -> list[Edit]:
-    """The edits in order of their places; overlapping ones that leave something out become one."""
+    """The edits in order of their places; overlapping removals become one."""
     edits: list[Edit] = []
     for first, last, text in sorted(x.edit for x in findings if x.edit is not None):
         if edits and first < edits[-1][1] and text == edits[-1][2] == "":
@@ -189,7 +187,7 @@ def _aliases(tree: ast.Module) -> dict[str, str]:
 
 
 def _of_gone(node: ast.ImportFrom) -> Iterator[Outcome]:
-    """Names that transformers and PEFT have dropped, which run-trl serves."""
+    """What becomes of imported names that transformers or PEFT has dropped or moved."""
     for alias in node.names:
         today = GONE.get((str(node.module), alias.name))
         if today is None:
@@ -311,23 +309,23 @@ def _of_trainer(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
     refused = getattr(kind, "refused_keywords", {})
     keywords = {keyword.arg for keyword in call.keywords}
     for keyword in call.keywords:
-        asked = keyword.arg
-        if asked is None:  # **settings
+        argument = keyword.arg
+        if argument is None:  # **settings
             continue
-        full, line = f"{name}({asked}=)", keyword.value.lineno
-        if asked in refused:
-            yield Outcome(line, full, REFUSED, refused[asked])
-        elif asked in old:
+        full, line = f"{name}({argument}=)", keyword.value.lineno
+        if argument in refused:
+            yield Outcome(line, full, REFUSED, refused[argument])
+        elif argument in old:
             edit = None
-            if old[asked] not in keywords and keyword in call.node.keywords:
-                edit = _renamed(keyword, old[asked])
-            yield Outcome(line, full, RENAMED, f"now {old[asked]}", edit)
-        elif asked in settings and (asked in parameters or "settings" in parameters):
-            era = settings[asked]
+            if old[argument] not in keywords and keyword in call.node.keywords:
+                edit = _renamed(keyword, old[argument])
+            yield Outcome(line, full, RENAMED, f"now {old[argument]}", edit)
+        elif argument in settings and (argument in parameters or "settings" in parameters):
+            era = settings[argument]
             text = f"a setting of {config.__name__} now"
             is_over = era.kind in (IDLE, REFUSED)
             yield Outcome(line, full, era.kind if is_over else KEPT, era.today if is_over else text)
-        elif asked in parameters:
+        elif argument in parameters:
             yield Outcome(line, full, AS_IT_IS)
         else:
             yield Outcome(line, full, UNKNOWN, "no version of TRL that fastrl knows has it")
@@ -444,15 +442,15 @@ def _of_bits(node: ast.Call, keyword: ast.keyword) -> Edit | None:
     if keyword is not bits[0] or "quantization_config" in others:
         return _without(node, keyword)
     values = {str(x.arg): ast.unparse(x.value) for x in bits}
-    asked = {name: value for name, value in values.items() if value not in ("False", "None")}
-    if not asked:
+    used = {name: value for name, value in values.items() if value not in ("False", "None")}
+    if not used:
         return _without(node, keyword)
-    config = ", ".join(f"{name}={value}" for name, value in asked.items())
+    config = ", ".join(f"{name}={value}" for name, value in used.items())
     # The program may compute whether weights are to be loaded in few bits.
-    wanted = [f"({x})" if " " in x else x for x in asked.values() if x != "True"]
-    unless = f" if {' or '.join(wanted)} else None" if len(wanted) == len(asked) else ""
-    if len(wanted) == len(asked) == 1:
-        config = f"{next(iter(asked))}=True"
+    computed = [f"({x})" if " " in x else x for x in used.values() if x != "True"]
+    unless = f" if {' or '.join(computed)} else None" if len(computed) == len(used) else ""
+    if len(computed) == len(used) == 1:
+        config = f"{next(iter(used))}=True"
     return _whole(keyword, f"quantization_config=BitsAndBytesConfig({config}){unless}")
 
 

@@ -18,7 +18,7 @@ class BestOfNSampler:
 
     Args:
         model: a value-head model of fastrl, or a model of transformers, with ``generate``.
-        queries_to_scores: returns a score for each text, a query with its response.
+        queries_to_scores: returns a score for each text, a response as :meth:`generate` returns it.
         length_sampler: draws max_new_tokens, once for each query.
         seed: the seed of torch, Python and NumPy; None: generators stay as they are.
         generation_config: generation settings for ``model.generate``.
@@ -57,11 +57,13 @@ class BestOfNSampler:
         device: Any = None,
         **generation_kwargs: Any,
     ) -> list[list[str]]:
-        """Each query's best responses as texts, which begin with the query.
+        """Returns each query's best responses, the best one first, as texts, which begin with the
+        query unless the model is an encoder–decoder.
 
         Args:
-            tokenized_query: token ids of one query (a list, or a 1-D tensor), or a list of such.
+            tokenized_query: the token ids of a query, a list or a 1-D tensor, or of several.
             device: the model's device; None: that of its weights.
+            generation_kwargs: further arguments of ``model.generate``.
         """
         one = not isinstance(tokenized_query[0], list | Tensor) or (
             isinstance(tokenized_query, Tensor) and tokenized_query.dim() == 1
@@ -74,7 +76,7 @@ class BestOfNSampler:
             length, texts = self.length_sampler(), []
             with evaluating(self.model):
                 for part in ids.split(together(self.model, list(ids), self.sample_size)):
-                    made = self.model.generate(
+                    sequences = self.model.generate(
                         part,
                         attention_mask=torch.ones_like(part),
                         max_new_tokens=length,
@@ -82,7 +84,7 @@ class BestOfNSampler:
                         **generation_kwargs,
                     )
                     texts += self.tokenizer.batch_decode(
-                        made, skip_special_tokens=skip_special_tokens
+                        sequences, skip_special_tokens=skip_special_tokens
                     )
             scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float64)
             best = scores.topk(self.n_candidates).indices.tolist()

@@ -46,18 +46,18 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Instances of the dataclasses.
+        """Returns instances of the dataclasses.
 
         Args:
             args: the command line's words; None: the program's.
-            return_remaining_strings: return a list of words that no dataclass reads behind the
-                instances; settings of the file become flags in it.
+            return_remaining_strings: return a list, too, of words that no dataclass reads; settings
+                of the file become flags in it.
             fail_with_unknown_args: refuse settings of the file that no dataclass has.
             separate_remaining_strings: return two lists, the file's before the command line's.
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: the file or ``env`` in it is no mapping, or has an unknown setting.
+            ValueError: the file or ``env`` in it is no mapping; a setting or flag is unknown.
         """
         if isinstance(args, bool):  # TRL 0.11 took return_remaining_strings first
             return_remaining_strings, args = args, None
@@ -72,8 +72,8 @@ class TrlParser(HfArgumentParser):
             )
         if return_remaining_strings:
             last = instances[-1]
-            behind = (unread, last) if separate_remaining_strings else (unread + last,)
-            return (*instances[:-1], *behind)
+            remaining = (unread, last) if separate_remaining_strings else (unread + last,)
+            return (*instances[:-1], *remaining)
         if unread and fail_with_unknown_args and not self.ignore_extra_args:
             raise ValueError(
                 f"the configuration file has settings that nothing reads: {' '.join(unread)}; "
@@ -82,8 +82,8 @@ class TrlParser(HfArgumentParser):
         return instances
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Instances of the dataclasses from a mapping of settings, as HfArgumentParser makes them,
-        also for a YAML or JSON file."""
+        """Instances of the dataclasses from a mapping of settings, such as HfArgumentParser reads
+        from YAML and JSON files; raises ValueError for other keys unless ``allow_extra_keys``."""
         with settings_taken(list(self.dataclass_types), args) as rest:
             return super().parse_dict(rest, allow_extra_keys=allow_extra_keys)
 
@@ -95,7 +95,7 @@ class TrlParser(HfArgumentParser):
 
 
 def _required(kinds: Sequence[Any], config: dict[str, Any]) -> list[str]:
-    """The file's settings without a default as flags: the parser requires these."""
+    """The file's settings that a dataclass has without a default, as flags, which it requires."""
     needed = [
         x.name
         for kind in kinds
