@@ -118,7 +118,7 @@ class ReferencePolicy:
 
 
 class CachedReference:
-    """The reference model's log-probs, computed before training, so that it need not be kept.
+    """The reference model's log-probs, computed before training, so that no model need be kept.
 
     Args:
         compute: scores tokens by the reference model; released by :meth:`close`.
@@ -147,6 +147,7 @@ class CachedReference:
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
         return self._compute is None
 
     def close(self) -> None:

@@ -147,8 +147,8 @@ def compared(
 def difference(
     name: str, recorded: Any, now: Any, common: int | None = None, tolerance: float = 0.0
 ) -> list[str]:
-    """Returns a line that says how two lists of numbers differ; [] where they are the same bits, or
-    lie within a tolerance above 0.
+    """Returns a line that says how two lists of numbers differ; [] where they are the same bits,
+    lie within a tolerance above 0, or have no token in common.
 
     Args:
         common: how many numbers from the first on are of the same tokens; None: all.

@@ -44,7 +44,7 @@ class BatchMaker(ABC):
         self._warned = False
 
     def __call__(self, queries: Any, responses: Any, response_masks: Any = None) -> TokenBatch:
-        """Makes one batch on the CPU, from lists of 1-D token ids, and of masks of the responses'.
+        """Makes one batch on the CPU, from lists of 1-D token ids, and of the responses' masks.
 
         Raises:
             ValueError: a wrong element, or a sample that is too long; names its list and index.

@@ -188,7 +188,7 @@ def why_not_padded(
     with evaluating(model), narrowed(model):
         try:
             if virtual_tokens(model):
-                return None  # longer rows than those that are compared
+                return None  # rows with virtual tokens are longer than those of the comparison
             expected, padded = _alone(score, model, batch), score(model, batch)
         except Exception:
             return None  # the run's first batch gives the same error
@@ -249,6 +249,8 @@ def _needs_a_mask(device: torch.device, precision: torch.dtype, models: list[nn.
 def _difference(
     model: nn.Module, precision: torch.dtype, results: Tensor, expected: Tensor
 ) -> str | None:
+    """The distance of a model's results from the expected ones, as text; None where it is allowed,
+    or no expected number is finite."""
     single = torch.float32, torch.float64
     exact = precision in single and all(p.dtype in single for p in model.parameters())
     exact = exact and not computes_in_tf32(expected.device)
@@ -348,7 +350,7 @@ def classifier_side(
     with evaluating(model):
         try:
             alone = rewards_of_padded(model, batch, None, padding).float()
-        except Exception:  # the run's first batch gives the same error
+        except Exception:  # the user's texts will give the same error
             return "right"
         size = alone.abs().mean()
         for side in ("right", "left"):

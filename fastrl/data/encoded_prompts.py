@@ -36,6 +36,7 @@ class TokenRows(Sequence[Tensor]):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
+        """Makes the sequence from lists of token ids."""
         ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
         tokens = itertools.chain.from_iterable(rows)
         flat = np.fromiter(tokens, np.int32, int(ends[-1]) if len(ends) else 0)
@@ -43,6 +44,7 @@ class TokenRows(Sequence[Tensor]):
 
     @property
     def lengths(self) -> list[int]:
+        """The number of tokens of each row."""
         return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
 
     def __len__(self) -> int:
@@ -78,6 +80,9 @@ def encode_prompts(
         name_of: names a prompt by its index, for messages.
         templates: further arguments of the chat template for each prompt; none by default.
         closed: add the special tokens at the end, too, which encoders read.
+
+    Raises:
+        ValueError: see :func:`fastrl.data.chat.prompt_text`.
     """
     place = _place(prompts, tokenizer, templates, closed) if len(prompts) >= KEPT_FROM else None
     saved = None if place is None else _read(place)

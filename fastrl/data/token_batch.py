@@ -221,6 +221,7 @@ class TokenBatch:
         return self.response_mask.any(-1).nonzero()[:, 0].tolist()
 
     def to(self, device: torch.device) -> Self:
+        """Moves the tensors to a device, but for ``response_mask``."""
         moved: dict[str, Any] = {
             name: to_device(getattr(self, name), device)
             for name in ("input_ids", "attention_mask", "mask")

@@ -24,7 +24,7 @@ class BestOfNSampler:
         generation_config: generation settings for ``model.generate``.
 
     Raises:
-        ValueError: more candidates than samples.
+        ValueError: ``n_candidates`` is below 1, or above ``sample_size``.
     """
 
     def __init__(

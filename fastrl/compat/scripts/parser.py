@@ -95,7 +95,7 @@ class TrlParser(HfArgumentParser):
 
 
 def _required(kinds: Sequence[Any], config: dict[str, Any]) -> list[str]:
-    """The file's settings that a dataclass has without a default, as flags, which it requires."""
+    """The file's settings without a default in a dataclass, as flags: the parser requires them."""
     needed = [
         x.name
         for kind in kinds
