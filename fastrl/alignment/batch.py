@@ -169,14 +169,17 @@ class Batch(dict[str, Any]):
         return torch.where(first == second, first, (first * second).sqrt())
 
     def weigh(self, i: int, weights: Tensor | Sequence[float]) -> None:
-        """Sets the weights [B] of generation ``i``.
+        """Sets the weights [B] of generation ``i``; those of pairs that the annotator has no
+        opinion of stay 0.
 
         Raises:
             ValueError: not B numbers, or one that is negative or not finite, named by its index.
         """
         if weights is None:
             raise ValueError("weights is None: pass one number per sample")
-        self[f"generation{i}_weight"] = check_weights(weights, self.size)
+        weights = check_weights(weights, self.size)
+        counts = torch.tensor([not e.weights or e.weights[i - 1] > 0 for e in self.examples])
+        self[f"generation{i}_weight"] = torch.where(counts, weights, 0.0)
 
     def select(self, indices: Sequence[int]) -> Batch:
         """Returns some of the samples, with rewards, weights, scores and rollout log-probs."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,14 @@ def test_uniform_weights_are_one() -> None:
     made.weigh(2, [3.0, 5.0])
     Uniform()(made, None)
     assert weights(made) == [[1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("reweighter", [Uniform(), ByLength(), ByFunction(lambda _: [2.0, 2.0])])
+def test_pairs_without_an_opinion_stay_out(reweighter: Any) -> None:
+    judged = Example("w3", (3,), (Response("w5", (5,)),) * 2, weights=(1.0, 1.0))
+    made = Batch([judged, replace(judged, weights=(0.0, 0.0))], 2)
+    reweighter(made, None)
+    assert [[x > 0 for x in side] for side in weights(made)] == [[True, False]] * 2
 
 
 def test_longer_responses_weigh_less() -> None:
