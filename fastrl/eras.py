@@ -1,7 +1,7 @@
 """Settings of other versions of TRL and transformers: what became of each.
 
-:data:`ERAS` is the one table: configurations take these names in their constructor, command lines
-of TRL programs take them as flags, `fastrl migrate` and the documents list them.
+:data:`ERAS` is the one table: configurations take its settings in their constructor, command lines
+take them as flags, `fastrl migrate` and the documents list them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class Era(NamedTuple):
     """A setting that today's configurations do not declare.
 
     Attributes:
-        kind: RENAMED: ``today`` gets its value; KEPT: honoured under this name, without a flag of
-            it; IDLE: it changes nothing; REFUSED: an error, unless it is ``default``.
-        today: the setting of today, or in words what to use in its place.
-        default: its default in other versions.
-        value: makes today's value from the old one and today's settings; a result of None sets
-            nothing.
+        kind: RENAMED: ``today`` gets the setting's value; KEPT: the setting is honoured under its
+            old name; IDLE: it changes nothing; REFUSED: a value other than ``default`` and None is
+            an error.
+        today: the setting of today, or in words what to use in the old one's place.
+        default: the setting's default in other versions.
+        value: maps the old value and today's settings to today's value, None to set nothing; of a
+            KEPT setting it checks the value or takes effect.
     """
 
     kind: str
@@ -63,7 +64,7 @@ def _tensorboard(folder: str, settings: Mapping[str, Any]) -> None:
 
 
 def _liger(wanted: bool, settings: Mapping[str, Any]) -> bool:
-    """Whether to use Liger's layers: where they are installed. Losses need none of its kernels."""
+    """Whether Liger's layers are wanted and installed. Losses need none of Liger's kernels."""
     return bool(wanted) and importlib.util.find_spec("liger_kernel") is not None
 
 
@@ -242,14 +243,13 @@ def other_defaults(config: Any) -> str:
 
 @contextmanager
 def with_defaults_of_trl(configs: Sequence[type]) -> Iterator[None]:
-    """Context in which configurations have TRL 1.16's defaults, also flags and subclasses that are
-    made in it."""
+    """Context in which configurations, and flags and subclasses made in it, have TRL's defaults."""
     with ExitStack() as back:
         for config in configs:
             fields: dict[str, Any] = config.__dataclass_fields__  # type: ignore[attr-defined]
             for name, value in DEFAULTS[config.__name__].items():
-                # A class and its bases share a field's object. A flag without a value is known to
-                # parsers by its default.
+                # A class and its bases share a field's object. HfArgumentParser fails where the
+                # metadata of a flag whose default is True have nargs.
                 mine = copy.copy(fields[name])
                 mine.default, mine.metadata = value, {"help": mine.metadata["help"]}
                 back.callback(fields.__setitem__, name, fields[name])
@@ -301,8 +301,8 @@ class OfEveryEra(type):
 
 
 def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]:
-    """The ``__init__`` that dataclass() wrote for a class of configurations, which then takes other
-    versions' settings, also where a subclass's ``__init__`` calls it by ``super()``."""
+    """Wraps the ``__init__`` that dataclass() wrote for a class of configurations, so that it takes
+    other versions' settings, also where a subclass's ``__init__`` calls it by ``super()``."""
     taken = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -337,8 +337,8 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
 
 
 def _check_names(config: type, taken: Collection[str], settings: Mapping[str, Any]) -> None:
-    """Raises TypeError for a setting that no version has, and ValueError for two values of one, by
-    its old name and today's; ``taken`` are the names of the ``__init__``'s arguments."""
+    """Raises TypeError for a setting that no version has, and ValueError where a setting has two
+    values, by its old name and today's; ``taken`` are the names of ``__init__``'s arguments."""
     eras, shown = eras_of(config), _name_of(config)
     for name, value in settings.items():
         era = eras.get(name)
@@ -359,13 +359,13 @@ def _check_names(config: type, taken: Collection[str], settings: Mapping[str, An
 def todays(
     config: type, settings: Mapping[str, Any], eras: Mapping[str, Era] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings by today's names, and those that are kept under their old names.
+    """Settings by today's names, and those kept under their old names; warns of other versions'.
 
     Args:
-        eras: the settings of other versions; by default those of the class.
+        eras: the settings of other versions; by default those of ``config``.
 
     Raises:
-        ValueError: a setting that is not honoured; says what to do.
+        ValueError: a setting that is refused, or the wrong value of a kept one; says what to do.
     """
     eras = eras_of(config) if eras is None else eras
     old = {name: settings[name] for name in settings if name in eras}
@@ -420,9 +420,9 @@ def _note(era: Era, now: Mapping[str, Any]) -> str:
     return f"{'changes nothing' if era.kind == IDLE else 'today'}: {era.today}"
 
 
-# Settings of other versions in the command line that is read, by the class that takes them; and of
-# a program's command line those that are no fields: a configuration that is made with all fields is
-# a copy of the parsed one, and gets them, too.
+# Settings of other versions in the command line that is read, by the class that takes them; and the
+# KEPT ones of a program's command line: a configuration that is made with all fields is a copy of
+# the parsed one, and gets them, too.
 _FLAGS: dict[type, dict[str, Any]] = {}
 _PARSED: dict[type, dict[str, Any]] = {}
 
@@ -449,7 +449,8 @@ def settings_taken(configs: Sequence[type], values: Mapping[str, Any]) -> Iterat
 
 
 def taker_of(configs: Sequence[type], name: str) -> type | None:
-    """The configuration that takes another version's setting; None where one declares the name."""
+    """The configuration that takes another version's setting; None if none does, or one declares
+    it."""
     if any(x.name == name and x.init for config in configs for x in dataclasses.fields(config)):
         return None
     return next((x for x in configs if name in eras_of(x)), None)

@@ -18,10 +18,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Mapping[str, Any]):
-    """The names of a table's rows.
+    """A table's rows by name.
 
-    A name such as "file.py:function" or "module:function" that the table lacks is loaded, and is a
-    row from then on.
+    ``name in registry`` loads a "file.py:function" or "module:function" that the table lacks, which
+    is a row from then on.
 
     Args:
         rows: returns the table, and is called whenever it is read.
@@ -70,7 +70,7 @@ def group_advantage(name: str) -> Callable[[F], F]:
 
     Raises:
         TypeError: used without a name; a function with other parameters.
-        ValueError: the name of one of fastrl's. A user's function of this name is replaced.
+        ValueError: the name of one of fastrl's. A user's earlier function of a name is replaced.
     """
     if not isinstance(name, str):
         raise TypeError('write @group_advantage("name"), with the name that settings take')
@@ -110,8 +110,7 @@ POLICY_LOSS_NAMES = Registry(_policy_losses, _add_policy_loss)
 def own_functions(
     policy_loss: str | None = None, advantage: str | None = None
 ) -> list[tuple[str, Callable[..., Any]]]:
-    """The user's own functions among the entries that settings name, each with its name in
-    words."""
+    """The user's functions among the entries that settings name, each with its name in words."""
     row = _policy_losses().get(policy_loss or "")
     function = _GROUPS.get(advantage or "")
     entries = [("policy loss", policy_loss, row.function if row else None)]
@@ -177,7 +176,7 @@ def _trial(kind: str, function: Callable[..., Any], cliprange: tuple[float, floa
 
 
 def policy_loss(kind: str) -> LossRow:
-    """The row of a policy loss, see ``fastrl_kernels.POLICY_LOSSES``."""
+    """The row of a policy loss in ``fastrl_kernels.policy_losses.POLICY_LOSSES``."""
     return _policy_losses()[kind]
 
 
@@ -189,7 +188,7 @@ def policy_losses_with(argument: str) -> list[str]:
 def learns_as_clip(kind: str, cliprange: tuple[float, float]) -> bool:
     """Whether a policy loss has the gradient of "clip", -A, where all ratios are 1."""
     row = policy_loss(kind)
-    if row.bounded_above:  # the bound may be less
+    if row.bounded_above:  # the ratio's bound, 1 + cliprange[1], may be less than 1
         return cliprange[1] >= 0
     return row.function is None or _is_clip_at_one(kind, row.function, cliprange)
 

@@ -33,15 +33,16 @@ class Advantages(Protocol):
 def check_estimates(
     estimates: Any, rewards: Tensor, mask: Tensor, *, finite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks what ``compute_advantages`` returned: values, advantages and returns, [B, T-1] each.
+    """Checks and returns a result of ``compute_advantages``: values, advantages, returns, [B, T-1].
 
     Args:
         rewards, mask: the arguments of that call, [B, T-1].
         finite: check that numbers are finite, for which the host waits for the device.
 
     Raises:
-        TypeError, ValueError: something else; a tensor with a gradient; a number that is not finite
-            where the mask is True and the reward is finite.
+        TypeError: no tuple or list of three.
+        ValueError: no tensor, or one of another shape or with a gradient; with ``finite`` a number
+            that is not finite where the mask is True and the reward is finite.
     """
     must = "compute_advantages must return (values, advantages, returns)"
     if not isinstance(estimates, tuple | list) or len(estimates) != 3:
@@ -88,13 +89,13 @@ class GAE(PerToken):
     def __call__(
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        values, rewards = self._given(values, rewards, mask)
+        values, rewards = self._prepared(values, rewards, mask)
         advantages, returns = fastrl_kernels.gae(
             rewards, values, mask, gamma=self.gamma, lam=self.lam, whiten=True
         )
         return values, advantages, returns
 
-    def _given(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _prepared(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Values, zero where masked, and rewards, whitened if ``whiten_rewards``; [B, T-1]."""
         if self.whiten_rewards:
             rewards = fastrl_kernels.masked_whiten(rewards, mask, shift_mean=False)
@@ -123,7 +124,7 @@ class DecoupledGAE(GAE):
     def __call__(
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        values, rewards = self._given(values, rewards, mask)
+        values, rewards = self._prepared(values, rewards, mask)
         _, returns = fastrl_kernels.gae(rewards, values, mask, gamma=self.gamma, lam=self.lam_value)
         return values, self._advantages(values, rewards, mask), returns
 
@@ -140,8 +141,8 @@ class DecoupledGAE(GAE):
 
 
 def discounted_sums(x: Tensor, mask: Tensor, discounts: Tensor) -> Tensor:
-    """Σ_{k≥0} a^k·x_(t+k) over the counted steps from t on, with a discount a for each row, in
-    ⌈log₂ T⌉ passes over [B, T]: each adds up twice as many steps as the one before.
+    """Σ_{k≥0} a^k·x_(t+k) over the counted steps from t on, [B, T], with a discount a for each row,
+    in ⌈log₂ T⌉ passes: each adds up twice as many steps as the one before.
 
     Args:
         x: [B, T], 0 where the mask [B, T] is False.
@@ -177,9 +178,9 @@ class BatchReturns(PerToken):
 class GroupBaseline:
     """Advantages over the other responses to the same prompt; no values are learned.
 
-    R is the sum of a response's rewards, and all its tokens have the same advantage, a function of
-    the group's R. It is not whitened; where all R of a group are equal it is exactly 0. A response
-    of which no token counts is in no baseline; where fewer than two count, the advantage is 0.
+    R is the sum of a response's rewards; all its tokens have the same advantage, a function of the
+    group's R, not whitened; fastrl's functions give exactly 0 where all R are equal. A response of
+    which no token counts is in no baseline; where fewer than two count, the advantage is 0.
 
     Args:
         size: responses per prompt, one after the other.
@@ -208,7 +209,8 @@ class GroupBaseline:
     def __call__(
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Values (zeros), advantages, and returns R, each [B, T-1], zero where masked."""
+        """Values (zeros), advantages, and returns R, each [B, T-1], zero where masked. Raises
+        ValueError for a group that is not whole, and what :func:`compared` raises."""
         if len(rewards) % self.size:
             raise ValueError(
                 f"{len(rewards)} samples are not whole groups of {self.size}: pass all responses "
@@ -224,7 +226,7 @@ class GroupBaseline:
         )
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
-        """Share of groups whose scores are all equal, and the mean deviation within groups."""
+        """The share of groups of equal scores, NaN aside, and the mean deviation within groups."""
         differences, counts = grouped(scores, self.size)
         return {
             "groups/no_spread": all_equal(differences).float().mean(),

@@ -1,8 +1,8 @@
 """Baselines of a group: a reward is compared with those of the other responses to its prompt.
 
 Functions take rewards [groups, size], less that of the group's first response that counts, so that
-equal ones are exactly 0, and a mask ``counts`` of the responses that count. Where one does not
-count, its reward is 0 and its result is not read.
+equal ones are exactly 0, and a mask ``counts`` of the responses that count. Where a response does
+not count, its reward is 0 and its result is not read.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ EPS = 1e-4  # added to a group's standard deviation
 
 
 def grouped(rewards: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rewards [B] in groups [groups, size], less each group's first, and the mask of those that
-    count, as they are not NaN."""
+    """Rewards [B], less the first of their group that is not NaN, 0 where they are NaN; and the
+    mask of those that are not NaN: [groups, size] each."""
     groups = rewards.view(-1, size)
     counts = ~groups.isnan()
     return above_first(groups, counts), counts
@@ -31,7 +31,7 @@ def all_equal(differences: Tensor) -> Tensor:
 
 
 def above_first(rewards: Tensor, counts: Tensor) -> Tensor:
-    """R less that of the group's first response that counts; 0 where a response does not count."""
+    """Rewards less that of their group's first response that counts; 0 for those not counted."""
     first = rewards.gather(-1, counts.int().argmax(-1, keepdim=True))
     return torch.where(counts, rewards - first, 0.0)
 
@@ -93,8 +93,7 @@ def leave_one_out(rewards: Tensor, counts: Tensor) -> Tensor:
 
 
 def deviation(x: Tensor, counts: Tensor) -> Tensor:
-    """Unbiased standard deviation [..., 1] of the last dimension's elements that count; 0 for fewer
-    than two."""
+    """Unbiased deviation [..., 1] of the last dimension's elements that count; 0 for under two."""
     squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)
     return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
 

@@ -43,19 +43,19 @@ def sampler_weights(
     """w = π_old/π_sampler of each token, or its product over each sequence, kept within bounds.
 
     "token-truncate": w_t = clip(π_old(y_t)/π_sampler(y_t), least, most). "token-mask": the same
-    ratio, and 0 outside of [least, most]. "sequence-truncate" and "sequence-mask": likewise of
-    Π_t π_old(y_t)/π_sampler(y_t) over the sequence's counted tokens, at each of its tokens.
+    ratio, and 0 outside of [least, most]. "sequence-truncate" and "sequence-mask": each token has
+    its sequence's Π_t π_old(y_t)/π_sampler(y_t), over the counted tokens, bounded in the same way.
 
     Log-ratios are held within ±20 before they are exponentiated. A log-prob of NaN is one that the
     sampler did not give: such a token has the ratio 1.
 
     Args:
-        logprobs: [..., T] fp32, of the policy before its update, as the trainer computes them.
-        sampled: [..., T] fp32, of the engine that sampled the tokens, at the same temperature.
+        logprobs: [..., T] fp32, the policy's before its update, as the trainer computes them.
+        sampled: [..., T] fp32, log-probs by the engine that sampled, at the same temperature.
         mask: [..., T] bool, True = counts.
         kind: one of ``SAMPLER_CORRECTIONS`` but "off".
         least, most: the bounds; None: no bound.
-        lengths: [S] int64, of sequences that lie one after the other; None: they are the rows.
+        lengths: [S] int64, of sequences that lie one after the other; None: each row is one.
 
     Returns:
         the weights [..., T], without a gradient, and their statistics.
@@ -91,12 +91,12 @@ def sampler_weights(
 
 
 def on_policy(part: Minibatch, logprobs: Tensor, most: float) -> Tensor:
-    """1 for the tokens of responses to keep, else 0, [N]: of those whose advantage is not negative,
-    or whose mean_t(log π_sampler - log π) is at most ``most`` nats (DeepSeek-V3.2, 2025).
+    """1 for tokens whose advantage is not negative, or whose response has a mean_t(log π_sampler -
+    log π) of at most ``most`` nats, else 0, [N] (DeepSeek-V3.2, 2025).
 
     Args:
         part: has the sampler's log-probs, where these are known; else π_old's are taken.
-        logprobs: [N], of the policy.
+        logprobs: [N], the policy's as it is now.
     """
     apart = part.differences(logprobs.detach())
     if part.old.sampled is not None:
@@ -106,7 +106,7 @@ def on_policy(part: Minibatch, logprobs: Tensor, most: float) -> Tensor:
 
 
 def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, least and greatest where the mask is True; NaN where it nowhere is, or x is NaN."""
+    """Mean, least and greatest of x where the mask is True; NaN if it never is, or x is NaN."""
     x, mask = (
         torch.cat([x.flatten(), x.new_zeros(1)]),
         torch.cat([mask.flatten(), mask.new_zeros(1)]),
@@ -128,15 +128,15 @@ def _share(chosen: Tensor, mask: Tensor) -> Tensor:
 def sampler_logprobs(
     rollout: Samples | None, logprobs_known: list[Tensor] | None, temperature: float
 ) -> list[Tensor] | None:
-    """The sampler's log-probs of each response, where they are known.
+    """The sampler's log-probs of each response, [L]; None where they are not known.
 
     Args:
         rollout: the rollout that the responses come from, where it was passed.
-        logprobs_known: log-probs that the trainer's own rollouts noted for these responses.
+        logprobs_known: log-probs that the trainer's own rollouts noted, returned without a rollout.
         temperature: the policy's.
 
     Raises:
-        ValueError: a number above 0, which is no log-prob.
+        ValueError: a number of a rollout lies above 0, beyond rounding, and is no log-prob.
     """
     if rollout is None:
         return logprobs_known
@@ -154,7 +154,7 @@ def sampler_logprobs(
 
 
 class ImportanceWeights:
-    """The policy's loss is weighted by :func:`sampler_weights`.
+    """Weights of the policy's loss, by :func:`sampler_weights`.
 
     Args:
         kind, least, most: see :func:`sampler_weights`.
@@ -177,10 +177,11 @@ class ImportanceWeights:
     def __call__(
         self, batch: TokenBatch, logprobs: Tensor, sampled: Sequence[Tensor] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weights [B, T-1], and statistics.
+        """The weights [B, T-1], and statistics, [] each.
 
         Args:
-            logprobs: [B, T-1], of the policy before its update.
+            logprobs: [B, T-1], the policy's before its update.
+            sampled: the sampler's log-probs of each response, [L].
         """
         assert sampled is not None
         on_host = torch.cat([x.cpu() for x in sampled]).float()[batch.mask_of_responses()]

@@ -18,17 +18,16 @@ from fastrl.models.scoring import PassLimit
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probs and values of a batch by the policy and the reference, each [B, T-1] fp32, zero
-    where masked."""
+    """A batch's log-probs by policy and reference, and values, [B, T-1] fp32, zero where masked."""
 
     logprobs: Tensor
     ref_logprobs: Tensor
-    values: Any = None  # None where they were not asked for
+    values: Any = None  # None where they were not requested
     kls: Tensor | None = None  # KL over the vocabulary; None where it is estimated from samples
 
     @property
     def kl_operands(self) -> tuple[Tensor, Tensor]:
-        """Arguments of ``KLPenalty.rewards``: both log-probs, or the KL itself and zeros."""
+        """Log-probs for ``KLPenalty.rewards``: the two models', or the KL itself and zeros."""
         if self.kls is None:
             return self.logprobs, self.ref_logprobs
         return self.kls, torch.zeros_like(self.kls)
@@ -36,11 +35,11 @@ class Scored:
 
 @dataclass(frozen=True)
 class Experience:
-    """The numbers that an update reads: each column is [B, T-1] fp32, zero where masked, or [N], of
-    the response tokens alone."""
+    """The numbers that an update reads: columns of tokens are [B, T-1] fp32, zero where masked, or
+    [N], of the response tokens alone."""
 
-    logprobs: Any  # the policy's before the update; None: taken as it is scored
-    values: Any  # None, and so returns, where none are learned
+    logprobs: Any  # the policy's before the update; None: those of the scoring pass itself
+    values: Any  # None where no values are learned, as are returns
     advantages: Tensor
     returns: Any
     kl: fastrl_kernels.KLTerm | None = None  # the KL in the loss
@@ -52,7 +51,7 @@ class Experience:
     of_responses: Tensor | None = None  # [B], advantages, where all tokens of a sample have one
 
     def of_tokens(self, samples: Sequence[int], columns: slice, mask: Tensor) -> Experience:
-        """Returns the experience of some samples' response tokens, each column [N].
+        """Returns the experience of some samples; columns of tokens are [N], the response tokens'.
 
         Args:
             columns: the columns of [B, T-1] that the samples need.
@@ -64,7 +63,7 @@ class Experience:
         return self._of(index, lambda x: x[index, columns].flatten()[where])
 
     def at(self, samples: Sequence[int], tokens: Tensor) -> Experience:
-        """Returns the experience of some samples' tokens; each column is [N] already.
+        """Returns the experience of some samples; columns of tokens, [N] already, become [n].
 
         Args:
             tokens: [n] int64 on the CPU, the tokens' indices among the N.
@@ -134,8 +133,8 @@ class Minibatch(NamedTuple):
 
     def sums(self, x: Tensor) -> Tensor:
         """Sums numbers of tokens, [N], over the tokens of each sample, [B]."""
-        of = self.at_tokens(torch.arange(self.size, device=x.device))
-        return x.new_zeros(self.size).index_add(0, of, x)
+        sample_of_token = self.at_tokens(torch.arange(self.size, device=x.device))
+        return x.new_zeros(self.size).index_add(0, sample_of_token, x)
 
     def means(self, x: Tensor) -> Tensor:
         """Means of tokens' numbers, [N], over the tokens of each sample, [B]; 0 without tokens."""
@@ -147,7 +146,7 @@ class Minibatch(NamedTuple):
         return logprobs - (logprobs.detach() if old is None else old)
 
     def select(self, chosen: Sequence[int]) -> Minibatch:
-        """Returns the samples at some places in this mini-batch, in ascending order."""
+        """Returns the part with the samples ``chosen``, ascending indices in this mini-batch."""
         picked = torch.zeros(self.size, dtype=torch.bool)
         picked[list(chosen)] = True
         of_picked = picked.repeat_interleave(self.tokens.response_mask.sum(-1))
@@ -156,7 +155,7 @@ class Minibatch(NamedTuple):
         return Minibatch(self.tokens.select(chosen), old, samples)
 
     def split(self, limit: PassLimit) -> list[Minibatch]:
-        """The parts that fit in a forward each."""
+        """Parts of this mini-batch that fit in a forward pass each."""
         parts = self.tokens.parts(range(self.size), limit)
         return [self] if len(parts) == 1 else list(map(self.select, parts))
 
@@ -166,6 +165,6 @@ def repeated_at_tokens(of_samples: Tensor, counts: Tensor, total: int) -> Tensor
 
     Args:
         counts: tokens of each sample, [B] int64.
-        total: N, with which it does not wait for the device.
+        total: N, so that the host need not wait for the device to count.
     """
     return of_samples.repeat_interleave(counts, output_size=total)

@@ -38,7 +38,7 @@ class StepOutcome(NamedTuple):
     """The result of a gradient: which mini-batches it contains, and whether to step along it."""
 
     minibatches: Sequence[MinibatchLoss] = ()  # those with a finite loss
-    nonfinite: int = 0  # mini-batches whose loss is not
+    nonfinite: int = 0  # mini-batches whose loss is not finite
     skipped: int = 0  # mini-batches whose mean ratio exceeds the threshold
     finite_gradient: bool = True
     moved_too_far: bool = False  # early stopping: no more steps are to be taken
@@ -46,7 +46,7 @@ class StepOutcome(NamedTuple):
     norm: float = math.nan  # the gradient's norm before clipping; NaN where a GradScaler scales it
     max_ratio: float = math.nan  # the largest of the mini-batches' mean ratios
     blame: Blame = Blame()
-    finite_experience: bool = True  # False: nothing was done
+    finite_experience: bool = True  # False: the gradient was dropped, and nothing else is known
 
 
 class Gradient(NamedTuple):
@@ -69,10 +69,10 @@ class GradientStep:
 
     One small read after the backward passes decides what is left out. A mini-batch is left out
     where its mean ratio exceeds ``rules.ratio_threshold`` or its loss is not finite: the gradient
-    of the others is then computed once more without it, divided by their tokens, samples or number.
-    There is no gradient where no mini-batch is left, where it is not finite, or where mean(old -
-    new log-prob) exceeds ``rules.most_kl``. With ``on_nonfinite="zero-sample"`` the samples that
-    make a loss or the gradient not finite are found, by halving, and left out alone.
+    of the others is then computed once more, divided by their tokens, samples or number. No
+    gradient is kept where no mini-batch is left, the gradient is not finite, or mean(old - new
+    log-prob) exceeds ``rules.most_kl``. With ``on_nonfinite="zero-sample"`` the samples that make a
+    loss or the gradient not finite are found, by halving, and left out alone.
 
     Where memory runs out, mini-batches are computed in parts, with the same denominators, and the
     gradient is begun again.
@@ -106,10 +106,11 @@ class GradientStep:
     def __call__(
         self, minibatches: Sequence[Minibatch], experience: Tensor | None = None
     ) -> StepOutcome:
-        """Adds up the gradient of the mini-batches' mean loss, clipped.
+        """Adds up the gradient of the mini-batches' mean loss, clipped. Raises FloatingPointError
+        where a loss or the gradient is not finite, with ``on_nonfinite="raise"``.
 
         Args:
-            experience: a scalar [] of the experience: where it is not finite, there is no gradient.
+            experience: [], a sum of the experience: where it is not finite, no gradient is kept.
         """
         kept = list(minibatches)
         result = self._gradient(kept, experience)
@@ -128,10 +129,10 @@ class GradientStep:
         # The gradient contains the mini-batches left out as well, perhaps as NaN.
         gradient = result if len(used) in (0, len(kept)) else self._again(used)
         if used and not math.isfinite(gradient.norm):
-            more = self._blame(used, "non-finite gradient norm")
-            blame = Blame((*blame.left_out, *more.left_out), blame.because or more.because)
-            if more.left_out:
-                used = _without(used, more.left_out)
+            blamed = self._blame(used, "non-finite gradient norm")
+            blame = Blame((*blame.left_out, *blamed.left_out), blame.because or blamed.because)
+            if blamed.left_out:
+                used = _without(used, blamed.left_out)
                 gradient = self._again(used)
         finite_gradient = not used or math.isfinite(gradient.norm)
         policy_kl = sum(result.kls[i] for i in finite) / len(finite) if finite else math.nan
@@ -152,7 +153,7 @@ class GradientStep:
         )
 
     def of_loss(self, loss: Tensor) -> StepOutcome:
-        """The gradient of a loss that has been computed."""
+        """The clipped gradient of a computed loss [], kept if both are finite; raises as a call."""
         with self.engine.accumulating(last=True):
             self.engine.add(loss, of=self.engine.processes.count)
         value, norm = torch.stack([loss.detach().float(), self.engine.norm()]).tolist()
@@ -172,8 +173,7 @@ class GradientStep:
     def _gradient(
         self, minibatches: Sequence[Minibatch], experience: Tensor | None = None
     ) -> Gradient:
-        """Adds up the gradient of all mini-batches, in parts that fit into memory, where no
-        gradient is yet."""
+        """Adds up all mini-batches' gradient, in parts that fit into memory; there is none yet."""
         largest = max((minibatch.size for minibatch in minibatches), default=1)
         tokens = self.rules.micro_batch_tokens
         for attempt in self.micro_batches(largest, self.engine.discard):
@@ -183,7 +183,7 @@ class GradientStep:
         return self._read(losses, experience)
 
     def _again(self, minibatches: Sequence[Minibatch]) -> Gradient:
-        """The gradient of other mini-batches, in place of what lies in the weights."""
+        """The gradient of some mini-batches, in place of the one in the weights' ``grad``."""
         self.engine.zero()
         return self._gradient(minibatches)
 
@@ -192,7 +192,7 @@ class GradientStep:
         losses = []
         denominators = self.loss.denominators(minibatches)
         for minibatch, denominator in zip(minibatches, denominators, strict=True):
-            own, parts, counts = self._share(minibatch, limit)
+            local, parts, counts = self._share(minibatch, limit)
             parts = self._with_chosen(parts, counts)
             results = []
             for i, part in enumerate(parts):
@@ -203,24 +203,24 @@ class GradientStep:
                 with self.engine.accumulating(last):
                     scores = self.engine.model(**model_pass.inputs, scoring=request)
                     coef = self.learning.policy_coef
-                    own_loss = self.loss(part.old, request, scores, coef)
+                    part_loss = self.loss(part.old, request, scores, coef)
                     routing, router = model_pass.inputs.get("routing"), self.loss.router
                     if routing is not None and router is not None:
                         share = part.size / minibatch.size
-                        own_loss = router.added(own_loss, routing, share, coef)
-                    results.append(own_loss)
+                        part_loss = router.added(part_loss, routing, share, coef)
+                    results.append(part_loss)
                     loss = results[-1].loss
                     self.engine.add(loss if i < counts else loss * 0, len(minibatches))
-            joined = MinibatchLoss.joined(results[: counts or 1], own.old)
+            joined = MinibatchLoss.joined(results[: counts or 1], local.old)
             if self.engine.processes.count > 1:
-                joined = joined.share(own.old, minibatch.old, float(counts > 0))
+                joined = joined.share(local.old, minibatch.old, float(counts > 0))
             losses.append(joined)
         return losses
 
     @torch.no_grad()
     def _with_chosen(self, parts: list[Minibatch], counts: int) -> list[Minibatch]:
-        """The parts; where scores decide which of their tokens are learned, with these chosen by
-        one more forward of each part.
+        """The parts, with ``old.chosen`` by one more forward pass of each where scores decide what
+        is learned.
 
         Args:
             counts: how many of the parts, the first ones, count.
@@ -247,8 +247,8 @@ class GradientStep:
         self, minibatch: Minibatch, limit: PassLimit
     ) -> tuple[Minibatch, list[Minibatch], int]:
         """This process's part of a mini-batch, the parts of it that a forward runs at a time, and
-        how many of these count. Further parts are a sample that is not learned from: all processes
-        need as many forwards, because they wait for each other in them."""
+        how many of these parts, the first, count. The others are a sample that is not learned from:
+        all processes need as many forwards, because they wait for each other in them."""
         if self.engine.processes.count == 1:
             parts = minibatch.split(limit)
             return minibatch, parts, len(parts)
@@ -264,7 +264,7 @@ class GradientStep:
         """Handles mini-batches whose loss or gradient is not finite.
 
         Where samples are to be blamed, halving finds those whose own loss or gradient is not
-        finite. No gradient is left in the weights.
+        finite. If there are any mini-batches, no gradient is left in the weights.
         """
         if not minibatches:
             return Blame()
@@ -286,8 +286,8 @@ class GradientStep:
         return Blame(tuple(part.samples[0] for part in causes) if alone else (), because)
 
     def _read(self, losses: Sequence[MinibatchLoss], experience: Tensor | None) -> Gradient:
-        """Losses, mean ratios and policy KLs of mini-batches, and the gradient's norm: the step's
-        one host read. Every process reads the same numbers, and so decides the same."""
+        """Losses, mean ratios and policy KLs of mini-batches, and the gradient's norm, in one host
+        read. Every process reads the same numbers, and so decides the same."""
         norm = self.engine.norm()
         of_each = [(each.loss.detach(), each.mean_ratio, each.policy_kl) for each in losses]
         checked = norm.new_zeros(()) if experience is None else experience

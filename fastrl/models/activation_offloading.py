@@ -34,7 +34,7 @@ class Offloaded:
 
     @property
     def is_current(self) -> bool:
-        """Whether the tensor is still there: another one may lie where it was."""
+        """Whether the copied tensor is still there: another one may lie where it was."""
         return not self._source.expired()
 
 
@@ -106,15 +106,15 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 def activation_offloading(wanted: bool, device: torch.device, spread: bool = False) -> Offloading:
-    """The context of a model's forward passes that offloads activations where that is wanted.
+    """A function that makes, for a model, the context of forward passes that offloads activations.
 
     Args:
-        wanted: the setting ``activation_offloading``. Warns where ``device`` is a CPU, which has
-            nothing to offload.
+        wanted: the setting ``activation_offloading``; False: the context does nothing. Warns where
+            ``device`` is a CPU, which has nothing to offload.
         spread: whether FSDP2 spreads the weights over processes.
 
     Raises:
-        ValueError: spread weights, which are saved like activations while they are whole.
+        ValueError: wanted for spread weights, which are saved like activations while whole.
     """
     if not wanted:
         return lambda model: contextlib.nullcontext()

@@ -22,8 +22,8 @@ _MAMBA = ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba")
 def with_targets(model: nn.Module, peft_config: Any) -> Any:
     """An adapter's configuration with target layers: those that it names, else PEFT's for the
     model's type or its text model's, else all linear layers but heads, routers of experts and gates
-    with one output. In a multimodal model only layers that texts reach are targets. Warns of names
-    that the model does not have."""
+    with one output. A multimodal model's layers that texts do not reach are no targets, unless the
+    configuration has ``exclude_modules``. Warns of names that the model does not have."""
     if not hasattr(peft_config, "target_modules") or not hasattr(peft_config, "exclude_modules"):
         return peft_config
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
@@ -47,7 +47,7 @@ def with_targets(model: nn.Module, peft_config: Any) -> Any:
 
 def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:
     """Warns of names in a configuration's lists that no name in the model ends with, and of layers
-    that it lacks: PEFT ignores them where it finds others in the list."""
+    that the model lacks: PEFT ignores them where it finds others in the list."""
     modules, parameters = ([*dict(x)] for x in (model.named_modules(), model.named_parameters()))
     depth = getattr(cast("Any", model.config).get_text_config(), "num_hidden_layers", None)
     layers = None if depth is None else [*map(str, range(depth))]
@@ -61,15 +61,15 @@ def _warn_of_unknown(model: nn.Module, peft_config: Any) -> None:
         listed = getattr(peft_config, setting, None)
         if names is None or listed is None or isinstance(listed, str):
             continue
-        asked = [*map(str, listed if isinstance(listed, Iterable) else [listed])]
+        entries = [*map(str, listed if isinstance(listed, Iterable) else [listed])]
         unknown = [
             x
-            for x in asked
+            for x in entries
             if x not in CLASSIFIER_HEADS  # PEFT lists both heads, whichever the model has
             and not any(name == x or name.endswith(before + x) for name in names)
         ]
         # PEFT itself raises an error where it finds none of the targets.
-        if unknown and not (setting.startswith("target_") and len(unknown) == len(asked)):
+        if unknown and not (setting.startswith("target_") and len(unknown) == len(entries)):
             parts = {part for name in names for part in name.split(".")}
             warnings.warn(
                 f"peft_config.{setting} has {', '.join(sorted(unknown))}, which "

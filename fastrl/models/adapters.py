@@ -68,7 +68,7 @@ def acting_adapters(model: nn.Module) -> tuple:
 
 
 def adapter_dropout(model: Any) -> float:
-    """The largest dropout of the adapters that are active; 0 without one."""
+    """The largest ``lora_dropout`` of the adapters that are active; 0 without one."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         return 0.0
@@ -78,11 +78,11 @@ def adapter_dropout(model: Any) -> float:
 
 
 def virtual_tokens(model: Any) -> int | None:
-    """The number of positions by which a model's adapter shifts its output; None without such an
-    adapter, and 0 where the vectors are keys and values, and no positions.
+    """The number of positions by which a model's prompt learning shifts its output; 0 where the
+    learned vectors are keys and values, and no positions; None without prompt learning.
 
     Raises:
-        ValueError: another kind, or several adapters.
+        ValueError: another kind of prompt learning, or an adapter beside it.
     """
     configs = getattr(model, "peft_config", {})
     learned = [config for config in configs.values() if config.is_prompt_learning]

@@ -21,7 +21,7 @@ _HOW = "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
 
 class Critic(nn.Module):
     """A critic: a model without a language-model head, whose last hidden states h_t give values
-    V(h_t) = w·h_t in fp32.
+    V(h_t) = w·h_t, computed in the dtype of w and returned in fp32.
 
     The model is a sequence classifier with one label, as reward models are: a trained one, whose
     rewards of unfinished responses are then the first values, or a language model with a new head.
@@ -79,7 +79,7 @@ class Critic(nn.Module):
         boundary: Tensor | None = None,
         **inputs: Any,
     ) -> TokenScores:
-        """The values of the requested tokens, with log-probs of 0.
+        """The values of the requested tokens, [N] fp32, with log-probs of 0.
 
         Args:
             attention: the attention to use in place of the model's own, such as a packed row's.
@@ -87,8 +87,8 @@ class Critic(nn.Module):
         """
         hidden: list[Tensor] = []
         head: Any = score_head(self.pretrained_model)
-        seen = head.register_forward_pre_hook(lambda _head, args: hidden.append(args[0]))
-        with seen, replaced(self.pretrained_model, attention):
+        hook = head.register_forward_pre_hook(lambda _head, args: hidden.append(args[0]))
+        with hook, replaced(self.pretrained_model, attention):
             self.pretrained_model(**inputs, use_cache=False)
         rows = hidden[0].flatten(0, -2)[scoring.rows]
         with torch.autocast(rows.device.type, enabled=False):

@@ -26,7 +26,7 @@ def need_flash_attention(asked: str | Mapping[str, Any] | None) -> None:
         asked: ``attn_implementation`` of ``from_pretrained``: a name, or one for each part.
 
     Raises:
-        ImportError: neither is installed, or the Hub has no build for this machine.
+        ImportError: flash-attn is missing, or the Hub's build is named, and cannot be had.
     """
     names = asked.values() if isinstance(asked, Mapping) else (asked,)
     for name in names:

@@ -22,8 +22,8 @@ def is_host(device: torch.device) -> bool:
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copies a tensor to a device. The host does not wait: a GPU fetches a host's tensor from
-    pinned memory, in the order of its work. Returns x itself where it lies there already."""
+    """Copies a tensor to a device; returns x itself where it lies there already. A GPU fetches a
+    host's tensor from pinned memory, in the order of its work, and the host does not wait."""
     device = torch.device(device)
     if x.device.type == "cpu" and device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)

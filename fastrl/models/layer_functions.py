@@ -1,5 +1,5 @@
 """The functions of transformers' modelling files that recurrent layers call, and those that run in
-their place while a packed row or a step of slots is run."""
+their place while a packed row or a decode step of slots is run."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def replacements(
     running: Callable[[], bool],
     parts: Callable[[], PackedParts | None],
 ) -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Modelling files, their functions, and what a model's layers call in the place of these.
+    """Yields modelling files, names of their functions, and what a model's layers call in the place
+    of these functions. Raises NotImplementedError where the layers' limits of time steps differ.
 
     Args:
         homes: names of the modules that define the model's layers.
         running: whether a forward of ours is going on; else the original functions run.
-        parts: gives the parts of the packed row in that forward; None: it decodes slots.
+        parts: returns the parts of that forward's packed row; None where it decodes slots.
     """
     homes = [home for home in homes if _replaceable(home)]
     limit = _step_limit(model) if homes else recurrence.NO_LIMIT
@@ -82,13 +83,13 @@ def _replacing(
 
 @functools.cache
 def _replaceable(home: str) -> tuple[str, ...]:
-    """The functions of a module, by its name, that are replaced."""
+    """Names of the functions that are replaced in the module of the name ``home``."""
     names = vars(sys.modules[home]) if home in sys.modules else ()
     return tuple(name for name in (*_OF_ROWS, *_OF_SLOTS) if name in names)
 
 
 def _step_limit(model: nn.Module) -> tuple[float, float]:
-    """The limits of the step dt, the same for all layers, from the model's configuration.
+    """The limits of the time step dt, the same for all layers; NO_LIMIT where none has any.
 
     Raises:
         NotImplementedError: the layers' limits differ.

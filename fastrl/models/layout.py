@@ -1,8 +1,5 @@
 """How a model reads a prompt and a response: as one sequence if it is decoder-only, as two if it is
-an encoder–decoder.
-
-:func:`layout_of` chooses, once per model.
-"""
+an encoder–decoder. :func:`layout_of` chooses."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class Layout:
         return prompt + response
 
     def inputs(self, pairs: Sequence[Pair]) -> tuple[Inputs, Tensor]:
-        """Model inputs of pairs of one shape, and the flat positions that predict the responses."""
+        """Inputs [b, T] of pairs of one shape; the indices in b·T that predict responses, [N]."""
         tokens = torch.stack([torch.cat(pair)[:-1] for pair in pairs])
         width = tokens.shape[1]
         starts = [i * width + len(prompt) - 1 for i, (prompt, _) in enumerate(pairs)]
@@ -118,14 +115,14 @@ class EncoderDecoder(Layout):
 
     def inputs(self, pairs: Sequence[Pair]) -> tuple[Inputs, Tensor]:
         prompts = torch.stack([prompt for prompt, _ in pairs])
-        read = torch.stack([self.started(response)[:-1] for _, response in pairs])
+        decoder_ids = torch.stack([self.started(response)[:-1] for _, response in pairs])
         inputs = {
             "input_ids": prompts,
             "attention_mask": torch.ones_like(prompts),
-            "decoder_input_ids": read,
-            "decoder_attention_mask": torch.ones_like(read),
+            "decoder_input_ids": decoder_ids,
+            "decoder_attention_mask": torch.ones_like(decoder_ids),
         }
-        return inputs, torch.arange(read.numel())
+        return inputs, torch.arange(decoder_ids.numel())
 
     def decode(self, tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
         return tokenizer.decode(response, skip_special_tokens=True)

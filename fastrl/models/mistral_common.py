@@ -38,8 +38,8 @@ class MistralCommonTokenizer(MistralCommonBackend):
     mistral-common.
 
     Raises:
-        ValueError: a tokenizer without a tekken.json, or with a user's chat template, which
-            mistral-common does not read.
+        ValueError: a tokenizer without a tekken.json, with a chat template that a user has set, or
+            with one in its folder that writes other texts than mistral-common.
     """
 
     is_fast = True  # it knows the offsets of tokens
@@ -84,11 +84,12 @@ class MistralCommonTokenizer(MistralCommonBackend):
         return_assistant_tokens_mask: bool = False,
         **options: Any,
     ) -> Any:
-        """A conversation as text or token ids, as mistral-common writes it.
+        """A conversation as mistral-common writes it: its text, or else its token ids, in a
+        BatchEncoding with ``return_dict``. ``add_generation_prompt`` is not read.
 
         Raises:
             ValueError: several conversations; options that mistral-common does not have; messages
-                whose text does not give their tokens, as one of them quotes a control token.
+                whose text does not give their tokens, such as one that quotes a control token.
         """
         if conversation and not isinstance(conversation[0], Mapping):
             raise ValueError("pass one conversation at a time")
@@ -190,14 +191,14 @@ class MistralCommonTokenizer(MistralCommonBackend):
         return control, re.compile(f"({'|'.join(longest_first)})")
 
     def _spans(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Each token's first character in the text, and the one behind its last; a token with part
-        of a character spans all of it."""
+        """The index of each token's first character in the text, and of the one behind its last; a
+        token with part of a character spans all of it."""
         tekken: Any = self.tokenizer.instruct_tokenizer.tokenizer
         pieces = [tekken.id_to_byte_piece(i, SpecialTokenPolicy.KEEP) for i in ids]
         # The number of each byte's character; a byte 0b10… is not the first of a character.
-        of = list(accumulate(((byte & 0xC0) != 0x80 for byte in b"".join(pieces)), initial=-1))[1:]
+        numbers = list(accumulate(((x & 0xC0) != 0x80 for x in b"".join(pieces)), initial=-1))[1:]
         ends = accumulate(map(len, pieces), initial=0)
-        return [(of[a], of[b - 1] + 1) for a, b in pairwise(ends)]
+        return [(numbers[a], numbers[b - 1] + 1) for a, b in pairwise(ends)]
 
     def _written(
         self, conversation: Sequence[Any], continues: bool = False, **options: Any

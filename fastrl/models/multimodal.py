@@ -25,7 +25,8 @@ def is_multimodal(config: Any) -> bool:
 
 
 def loader_for(config: Any, loader: Any) -> Any:
-    """transformers' auto class that loads a checkpoint whole where ``loader`` is asked for."""
+    """The auto class that loads a multimodal checkpoint whole if ``loader`` would load its text
+    model alone; else ``loader``."""
     whole = loader is AutoModelForCausalLM and is_multimodal(config)
     return AutoModelForImageTextToText if whole else loader
 
@@ -49,8 +50,7 @@ def unread_modules(model: Any) -> list[str]:
 
 
 def freeze_unread(model: Any) -> None:
-    """Freezes parts that texts do not reach, with a warning: they get no gradient and no optimizer
-    state, and are saved as they were loaded."""
+    """Freezes parts that texts do not reach, with a warning; they are saved as they were loaded."""
     unread = unread_modules(model)
     for name in unread:
         model.get_submodule(name).requires_grad_(False)

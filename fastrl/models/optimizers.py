@@ -16,7 +16,7 @@ from torch import nn
 from fastrl.models.host_memory import is_host
 from fastrl.models.master_weights import MasterWeights, with_master_weights
 
-# Beginnings and ends of transformers' names, with packages as they are imported and installed.
+# transformers' names or their beginnings, with packages as they are imported and installed.
 _OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
 _OF_BITSANDBYTES = ("paged_", "lion_", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_8bit")
 _OF_OTHERS = {
@@ -116,10 +116,11 @@ def optimizer_name(settings: Any) -> str:
 def class_and_keywords(settings: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
     """The class of an optimizer and its keyword arguments, as transformers' Trainer makes them of
     its arguments, but with ``optim_args`` read as :func:`make_optimizer` does: transformers ignores
-    them for some optimizers, and passes some on as texts.
+    them for some optimizers, and passes some on as texts. It reads GaLore's, APOLLO's and LOMO's.
 
     Args:
         settings: ``transformers.TrainingArguments``.
+        model: the model, whose layers some optimizers need.
 
     Raises:
         ValueError: see :func:`make_optimizer`.
@@ -153,10 +154,10 @@ def make_optimizer(
 
     Args:
         name: "adam", torch's Adam; or one of transformers' ``OptimizerNames``.
-        arguments: written as transformers' ``optim_args``: "name=number,…". All
-            optimizers have weight_decay, Adam and its kin beta1 and beta2.
+        arguments: written as transformers' ``optim_args``: "name=value,…". All optimizers have
+            weight_decay, Adam and its kin beta1 and beta2.
         fused: whether "adam" runs torch's fused kernel where there is one. False where one process
-            has the weights, and others are on the meta device: all must make the same choice.
+            has the weights, and the others' are on the meta device: all must choose the same.
 
     Raises:
         ValueError: an argument that the optimizer does not have, or a value that it cannot read.
@@ -183,8 +184,8 @@ def keep_state(
     device: torch.device,
     spread: bool = False,
 ) -> Any:
-    """The optimizer with float32 masters of low-precision weights, and with its state on the device
-    or in host memory.
+    """The optimizer, over float32 masters of low-precision weights with ``master_weights``, and
+    with all masters and its state in host memory with ``on_host``.
 
     Args:
         on_host: the setting ``offload_optimizer``. Warns where ``device``, on which the model is
@@ -192,7 +193,7 @@ def keep_state(
         spread: whether FSDP2 spreads the weights over processes.
 
     Raises:
-        ValueError: an optimizer that cannot step spread weights, or cannot step in host memory.
+        ValueError: ``spread`` with ``on_host``; an optimizer that cannot step with one of them.
     """
     if isinstance(optimizer, MasterWeights):
         return optimizer
@@ -247,7 +248,7 @@ def _class_of(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 
-    # The fields that transformers reads; to make its TrainingArguments would begin a run.
+    # The fields that transformers reads: making its TrainingArguments would begin a run.
     settings: Any = SimpleNamespace(
         optim=OptimizerNames(name),
         optim_args="",
@@ -285,8 +286,7 @@ def _arguments(name: str, defaults: Mapping[str, Any], texts: Mapping[str, str])
 
 
 def _read(name: str, argument: str, value: str, default: Any) -> Any:
-    """A text of ``optim_args`` as a value of the default's type; raises ValueError where it is
-    none."""
+    """A text of ``optim_args`` in the default's type; raises ValueError where it is of another."""
     kind = _OF_NONE.get(argument) if default is None else type(default)
     try:
         if kind is bool:
@@ -308,7 +308,7 @@ def _read(name: str, argument: str, value: str, default: Any) -> Any:
 
 
 def _decay(name: str, texts: dict[str, str]) -> float:
-    """Removes weight_decay, which groups of weights have, from ``optim_args``; 0 without it."""
+    """Takes weight_decay, which groups of weights have, out of ``optim_args``; 0 without it."""
     return float(_read(name, "weight_decay", texts.pop("weight_decay", "0"), 0.0))
 
 
@@ -318,7 +318,7 @@ def _of_groups(name: str) -> dict[str, Any] | None:
 
 
 def _package(name: str) -> tuple[str | None, str | None]:
-    """The package that an optimizer needs: its name in an import, and its name for pip."""
+    """An optimizer's package by its names in an import and for pip; (None, None) without one."""
     if name in _OF_TORCHAO:
         return "torchao", "torchao"
     if name.startswith(_OF_BITSANDBYTES):

@@ -82,8 +82,8 @@ def spread(model: nn.Module) -> None:
 
 def layers_to_spread(model: nn.Module) -> list[str] | None:
     """Names of classes of layers, by which accelerate finds layers for FSDP: those that the
-    architecture names and the model has. A text model of a multimodal architecture has none of the
-    vision tower's, and accelerate refuses a name that the model lacks."""
+    architecture names and the model has, all named ones if it has none of them, or None. A text
+    model lacks the vision tower's, and accelerate refuses a name that the model lacks."""
     named = getattr(model, "_no_split_modules", None)
     kinds = {type(module).__name__ for module in model.modules()}
     return named and ([name for name in named if name in kinds] or [*named])
@@ -96,8 +96,8 @@ def name_by_path(model: Any) -> None:
 
 def spread_frozen(model: nn.Module, accelerator: Any) -> None:
     """Spreads a model that is not trained as accelerate has spread the policy: accelerate itself
-    spreads none without an optimizer. Its weights are whole only while a forward needs them. It has
-    no effect where accelerate spreads nothing.
+    spreads none without an optimizer. The model's weights are whole only while a forward needs
+    them. It has no effect where accelerate spreads nothing.
 
     Args:
         accelerator: the accelerator that has prepared the policy.

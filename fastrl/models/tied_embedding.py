@@ -2,7 +2,7 @@
 
 The weight's gradient is the sum of the head's, which is dense, and the embedding's, which has a few
 rows. As a dense tensor the second would be as large as the weight and nearly all zeros, to be
-allocated, cleared and added. Autograd adds it in place if it is sparse and comes first.
+allocated, cleared and added. Autograd joins the two in place if the sparse one comes first.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def sparse_embedding_gradient(model: Any) -> Iterator[Tensor | None]:
     """Context in which an input embedding that is tied to the head has a sparse gradient.
 
     Yields the weight to compute the head with: a view that is older than the embedding's output, so
-    that autograd adds the head's gradient last. None where nothing is tied, and on GPUs: clearing
-    is cheap there, and adding sparse rows is not deterministic.
+    that autograd adds the head's gradient last. Yields None where nothing is tied, the embedding is
+    frozen or has hooks or options, or gradients are off; and on GPUs: clearing is cheap there, and
+    adding sparse rows is not deterministic.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = (

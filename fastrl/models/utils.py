@@ -32,7 +32,7 @@ NO_LIMIT = 10**9  # tokens; a larger limit is none: tokenizers without one say 1
 
 
 def base_of(model: Any) -> Any:
-    """The model of transformers under a wrapper of fastrl's and PEFT's."""
+    """The model of transformers within wrappers of fastrl and PEFT, or the model itself."""
     model = getattr(model, "pretrained_model", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -96,9 +96,9 @@ def hidden_width(config: Any) -> int:
 
 
 def computes_in_tf32(device: torch.device) -> bool:
-    """Whether a device computes matrix products of fp32 in TF32, with ten bits of a number.
+    """Whether a device computes matrix products of fp32 in TF32, with ten bits of the mantissa.
 
-    ``torch.get_float32_matmul_precision()`` is not asked: it fails where TF32 was chosen by
+    ``torch.get_float32_matmul_precision()`` is not used: it fails where TF32 was chosen by
     ``torch.backends.fp32_precision``, as transformers' ``tf32=True`` does.
     """
     return device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -106,8 +106,7 @@ def computes_in_tf32(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def evaluating(*models: nn.Module | None) -> Iterator[None]:
-    """Context of evaluation mode (dropout off); afterwards, and after an error, every module gets
-    its own mode back."""
+    """Context of evaluation mode (dropout off); at its end each module gets its mode back."""
     with modes_kept(*models):
         for model in models:
             if model is not None:
@@ -187,8 +186,8 @@ def check_trainable(model: nn.Module, but: str = "") -> None:
 
 
 def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> None:
-    """Warns once where trainable weights are bf16 or fp16: updates below half their spacing (2^-9
-    and 2^-12 of a weight) are rounded away.
+    """Warns where trainable weights are bf16 or fp16: updates below half their spacing (2^-9 and
+    2^-12 of a weight) are rounded away.
 
     Args:
         remedy: how the trainer computes in low precision over float32 weights.

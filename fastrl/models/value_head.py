@@ -50,7 +50,7 @@ class ValueHead(nn.Module):
 
     Args:
         config: the language model's configuration, for the width and perhaps summary_dropout_prob.
-        summary_dropout_prob: dropout in front of the projection, 0.1 unless the config says.
+        summary_dropout_prob: dropout in front of the projection, where the config has none.
     """
 
     def __init__(self, config: Any, summary_dropout_prob: float = 0.1):
@@ -79,20 +79,21 @@ class PreTrainedModelWrapper(nn.Module):
 
     Args:
         pretrained_model: a language model of the class's kind, or a PEFT model around one.
-        summary_dropout_prob: dropout of the value head.
+        summary_dropout_prob: dropout of the value head, where the model's config has none.
         v_head_init_strategy: None keeps torch's initialisation; "normal" draws weights from
             N(0, v_head_initializer_range²) and sets the bias to 0.
         v_head_initializer_range: standard deviation of "normal".
 
     Raises:
-        ValueError: a model without a language-model head or of the other kind, prompt learning, an
-            unknown strategy.
+        TypeError: not a Hugging Face model.
+        ValueError: a model without a language-model head or of the other kind, whose attention is
+            bidirectional, or that does not read token ids; prompt learning; an unknown strategy.
     """
 
     transformers_parent_class: Any
     is_encoder_decoder: bool
     has_values = True  # whether the class puts a value head on its models
-    for_the_other_kind: str  # what to do with a model with, or without, an encoder
+    for_the_other_kind: str  # a remedy where a model has an encoder and should not, or vice versa
     # Usual names of an LM head, as TRL lists them; here heads are found by get_output_embeddings().
     lm_head_namings: tuple[str, ...] = ("lm_head", "embed_out", "output_layer")
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
@@ -117,7 +118,7 @@ class PreTrainedModelWrapper(nn.Module):
             self.v_head = ValueHead(self.config, summary_dropout_prob).to(pretrained_model.device)
             _initialise(self.v_head, v_head_init_strategy, v_head_initializer_range)
         self.reward: RewardAdapter | None = None
-        self.names_by_path = False  # how the state dict names weights, as within another module
+        self.names_by_path = False  # whether the state dict has module names, pretrained_model.*
         self.scorer = TokenScorer()
         self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
         # Functions, not methods: a copy of the module takes them along for itself.
@@ -146,14 +147,14 @@ class PreTrainedModelWrapper(nn.Module):
                 on the same base, for :meth:`compute_reward_score`. It is neither trained nor saved.
             is_trainable: whether a loaded adapter is trained further. PPOTrainer refuses others.
             kwargs: arguments of the value head (see the class), and of transformers'
-                ``from_pretrained``, such as ``quantization_config`` for a base in
-                four bits. Weights load in fp32 unless ``dtype`` says otherwise, and from
-                safetensors only: no pickle is read.
+                ``from_pretrained``, such as ``quantization_config`` for a base in four bits.
+                Weights load in fp32 unless ``dtype`` says otherwise, and from safetensors only.
 
         Raises:
+            TypeError: neither a path, a Hub id nor a model; see the class.
             FileNotFoundError: a folder without a model, or an adapter's base that is not there.
-            ValueError: layers that were shared with a reference differ from what was saved; a
-                reward adapter without a score head, or on a model that cannot have one.
+            ValueError: layers that were shared with a reference differ from what was saved; see
+                the class and :class:`fastrl.models.adapters.RewardAdapter`.
         """
         head_kwargs = {k: kwargs.pop(k) for k in cls.supported_args if k in kwargs}
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
@@ -200,7 +201,7 @@ class PreTrainedModelWrapper(nn.Module):
         """Logits, loss and values of all tokens; with ``scoring``, scores of the requested tokens.
 
         Args:
-            boundary: [B, T, H], the trunk's output for these tokens, whose layers then do not run.
+            boundary: [B, T, H], the trunk's output for these tokens; its layers then do not run.
             attention: the attention to use in place of the model's own, such as a packed row's.
             routing: the routing of a mixture's experts, with ``scoring``.
         """
@@ -333,8 +334,8 @@ class PreTrainedModelWrapper(nn.Module):
         """Saves a checkpoint. transformers, PEFT and vLLM load the language model or the adapter
         from it, this class also the value head, from ``value_head.safetensors``.
 
-        TRL 0.11 does not read that file, and starts with a new value head without a warning: with
-        it, pass the file's weights to the loaded model by
+        TRL 0.11 does not read that file, and starts with a new value head without a warning: in
+        TRL, pass the file's weights to the loaded model by
         ``model.post_init(safetensors.torch.load_file("folder/value_head.safetensors"))``.
 
         Args:
@@ -369,13 +370,13 @@ class PreTrainedModelWrapper(nn.Module):
             self.push_to_hub(state_dict=state, **push)
 
     def load_weights(self, folder: str | os.PathLike) -> None:
-        """Loads the weights that :meth:`save_pretrained` wrote into this model."""
+        """Loads into this model the weights that :meth:`save_pretrained` wrote to ``folder``."""
         load_weights(self.pretrained_model, folder)
         if self.v_head is not None:
             self.v_head.load_state_dict(read_value_head(os.fspath(folder), {}))
 
     def push_to_hub(self, repo_id: str, state_dict: dict | None = None, **kwargs: Any) -> Any:
-        """Uploads the files of :meth:`save_pretrained` and a model card, in one commit.
+        """Uploads the files of :meth:`save_pretrained` and a model card; returns the commit.
 
         Args:
             state_dict: see :meth:`save_pretrained`.

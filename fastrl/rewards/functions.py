@@ -57,7 +57,7 @@ def load_ready(name: str) -> RewardFunction | None:
 
     Raises:
         ValueError: parameters that are no JSON object, or that the reward does not take.
-        ImportError: a package that the reward needs.
+        ImportError: a package that the reward needs is not installed.
     """
     kind, _, tail = name.partition(":")
     if kind not in READY or (tail and not tail.lstrip().startswith("{")):  # module:function
@@ -92,7 +92,7 @@ def load_reward(
         ValueError: a file without a function's name, parameters that a ready reward does not take.
         TypeError: the name of something that is not a function.
         ImportError, FileNotFoundError: a module, function or file that does not exist; a package
-            that a ready reward needs.
+            that a ready reward needs is not installed.
         OSError: an id that cannot be loaded from the Hub.
     """
     if (ready := load_ready(name)) is not None:
@@ -116,7 +116,7 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
     """Reads the rewards that a function returned for some completions.
 
     Args:
-        completions: the completions' numbers, for messages.
+        completions: the completions' indices, for messages.
         who: the function's name, for messages.
 
     Returns:
@@ -160,13 +160,13 @@ def read_token_rewards(
     """Reads the rewards that a function returned for some completions, or for their tokens.
 
     Args:
-        completions: the completions' numbers, for messages.
-        lengths: their numbers of tokens; None: not known, and rewards are of completions.
+        completions: the completions' indices, for messages.
+        lengths: how many tokens each completion has; None: rewards are of completions alone.
         who: the function's name, for messages.
 
     Returns:
         what :func:`read_rewards` does; for completions whose reward is a list, an array or a tensor
-        with a number for each token, these numbers [L], fp64.
+        with a number for each token, these numbers [L], fp64, on the CPU.
 
     Raises:
         ValueError: see :func:`read_rewards`; numbers for completions beside numbers for tokens, not
@@ -235,12 +235,12 @@ def _not_finite(reward: Any, completion: int, who: str) -> ValueError:
 
 
 def say_not_finite(which: Sequence[int], rewards: Any, prompts: Sequence[Any]) -> str:
-    """The part of a message behind a function's name: its first reward that is not finite, the
-    prompt, and the number of further ones.
+    """The part of a message behind a reward function's name: the first reward that is not finite,
+    its prompt, and the number of further such rewards.
 
     Args:
-        which: the numbers of the completions with such rewards.
-        rewards: the rewards of all completions.
+        which: the indices of the completions with such rewards.
+        rewards, prompts: the rewards and prompts of all completions.
     """
     i = which[0]
     what = f"returned {float(rewards[i])} for completion {i} ({shown(prompts[i])})"

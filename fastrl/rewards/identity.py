@@ -20,11 +20,11 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def identity_of(reward: Any) -> str:
-    """A hash of what a reward computes. For a function it covers the code, and what the code reads
-    by name from its own module: other functions, classes and plain values. For an object it covers
-    the class, its public numbers and texts, and the code that it holds; for a model its weights.
-    It does not cover other modules, files and servers."""
-    lines = _lines_of(unnamed(reward), set())  # without its path
+    """A hash of what a reward computes, 12 hex digits. For a function it covers the code, and what
+    the code reads by name from its own module or closure: functions, classes, models, plain values.
+    For an object it covers the class, public numbers and texts, and the code that it holds; for a
+    model its weights. It does not cover other modules, files and servers."""
+    lines = _lines_of(unnamed(reward), set())  # without the wrapper that holds its path
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 

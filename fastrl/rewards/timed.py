@@ -36,8 +36,8 @@ class TimedChild:
         atexit.register(self._end)
 
     def ask(self, seconds: float, **question: Any) -> dict[str, Any] | None:
-        """The child's answer; None where it took longer than ``seconds``, or another signal ended
-        the child, as without memory or stack; of that a warning tells.
+        """The child's answer; None where it took longer than ``seconds``, or, with a warning, where
+        another signal ended the child, as without memory or stack.
 
         Raises:
             ImportError: the child does not start.
@@ -55,15 +55,15 @@ class TimedChild:
                 raise
             if answer is not None:
                 return answer
-            ended = child.wait()
+            exit_code = child.wait()
             self._end()
         reason = f"the process in which {self.what} judges ended"
         at = f"at {json.dumps(question)[:200]}"
-        if ended >= 0:
-            raise RuntimeError(f"{reason} by itself (exit code {ended}) {at}")
-        if ended != -signal.SIGALRM:
+        if exit_code >= 0:
+            raise RuntimeError(f"{reason} by itself (exit code {exit_code}) {at}")
+        if exit_code != -signal.SIGALRM:
             warnings.warn(
-                f"{reason} by signal {-ended}, as if it had taken too long, {at}", stacklevel=2
+                f"{reason} by signal {-exit_code}, as if it had taken too long, {at}", stacklevel=2
             )
         return None
 

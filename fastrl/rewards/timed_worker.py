@@ -1,9 +1,9 @@
 """The process in which :class:`fastrl.rewards.timed.TimedChild` judges questions.
 
-``python timed_worker.py FILE`` reads questions, a JSON object a line, and writes answers likewise:
-the function that FILE's ``make_judge()`` returns is called with a question's fields. A line that
-takes longer than its ``seconds`` ends the process, also within a product of long integers or a
-regular expression; memory is limited. The process needs the standard library and FILE's imports.
+``python timed_worker.py FILE`` reads questions and writes answers, a JSON object a line: first
+whether it is ready, then what the function that FILE's ``make_judge()`` returned makes of each
+question's fields. A question that takes longer than its ``seconds`` ends the process, even within a
+regular expression; memory is limited. It needs the standard library and FILE's imports.
 """
 
 from __future__ import annotations

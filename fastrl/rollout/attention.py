@@ -25,8 +25,7 @@ from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
 
 class CachedAttention(Attention, Protocol):
-    """Attention over cached keys and values, or latents; and states of layers that do not
-    attend."""
+    """Attention over cached keys and values, or latents; and the states of other layers."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores a layer's keys and values [B, Hkv, T, D], or latents and rotated keys; returns
@@ -191,7 +190,7 @@ class DecodeAttention:
         sin: Tensor,
         norms: HeadNorms | None,
     ) -> Tensor:
-        """Stores rotated keys [b, Hkv, D] and values of a layer; returns rotated queries."""
+        """Stores a layer's rotated keys and its values [b, Hkv, D]; returns rotated queries."""
         self.layer = layer
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         return fastrl_kernels.rotate_and_store(
@@ -226,8 +225,7 @@ class DecodeAttention:
 
 
 class PrefillDone(Exception):
-    """Ends a prefill's forward once keys and values of all layers are stored: the last layer's
-    output is not needed."""
+    """Ends a prefill's forward once all keys, values and states are stored: no output is needed."""
 
 
 class PrefillAttention:
@@ -235,7 +233,7 @@ class PrefillAttention:
 
     Args:
         lengths: the prompts' lengths, whose sum is T.
-        slots: the slot of each prompt, where its keys and values are stored.
+        slots: the slots of each prompt, in each of which its keys and values are stored.
     """
 
     def __init__(self, kv_cache: KVCache, lengths: list[int], slots: list[list[int]]):
@@ -317,12 +315,13 @@ def choose_decode_kernel(kv_cache: KVCache, from_hub: bool = False) -> DecodeKer
     """flash-attn's kernel where it is installed and fits, else ours.
 
     Args:
-        from_hub: where flash-attn is not installed, take its build from the Hub.
+        from_hub: where flash-attn is not installed, take its build from the Hub, or raise
+            ImportError.
 
     ``flash_attn_with_kvcache`` is written for tensor cores and takes the KV cache as it is. It is
-    used on NVIDIA GPUs from Ampere on, in fp16 and bf16, for keys as wide as values, by multiples
-    of 8 up to 256 (it would copy the cache to pad others), unless ``FASTRL_KERNELS_BACKEND`` names
-    a backend of ours. It may split a row's tokens by the number of rows, so that a row's last bits
+    used on NVIDIA GPUs from Ampere on, in fp16 and bf16, for keys as wide as values, a multiple of
+    8 up to 256 (it would copy the cache to pad others), unless ``FASTRL_KERNELS_BACKEND`` names a
+    backend of ours. It may split a row's tokens by the number of rows, so that a row's last bits
     depend on that; those of ``fastrl_kernels.decode_attention`` do not.
     """
     stored = kv_cache.keys[0]

@@ -1,5 +1,5 @@
-"""Reference models of the KL penalty: a copy, the policy without its adapter, shared layers, a copy
-in host memory, or none."""
+"""Reference models of the KL: a copy, the policy with its adapter off or as training began, a copy
+that shares layers, a copy in host memory, or none."""
 
 from fastrl.learn.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel
 from fastrl.learn.ref_model.arguments import ReferenceArguments

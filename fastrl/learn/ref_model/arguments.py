@@ -32,19 +32,18 @@ class ReferenceArguments:
     ref_model_sync_steps: int = setting("Steps from one time to the next.", 512, within="[1, inf)")
 
     def refuse_reference(self, cause: str) -> None:
-        """Raises ValueError for a setting of a reference where, because of ``cause``, there is
-        none."""
-        asks = ("reference", "num_shared_layers", "reference_dtype", "sync_ref_model")
+        """Raises ValueError for a reference's setting where ``cause`` means there is none."""
+        refused = ("reference", "num_shared_layers", "reference_dtype", "sync_ref_model")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in asks and value != field.default:
+            if field.name in refused and value != field.default:
                 raise ValueError(
                     f"{field.name}={value!r} is of a reference model, and with {cause} there is "
                     f"none: leave {field.name} out"
                 )
 
     def reference_settings(self, **others: Any) -> ReferenceSettings:
-        """The settings for :func:`fastrl.learn.ref_model.choose_ref_model`, with ``others``."""
+        """The settings for :func:`fastrl.learn.ref_model.choose_ref_model`; ``others`` prevail."""
         settings: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("reference", "num_shared_layers", "reference_dtype")

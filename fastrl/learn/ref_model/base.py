@@ -32,15 +32,15 @@ class RefModel(ABC):
 
     @abstractmethod
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        """Log-probs of a batch, without gradients.
+        """Log-probs of the requested tokens, [N], without gradients.
 
         Args:
-            inputs: those of the policy, whose experts' choices the reference does not take.
+            inputs: the policy's inputs; the reference does not take the experts' choices in them.
         """
 
     @abstractmethod
     def as_policy(self) -> AbstractContextManager[nn.Module]:
-        """The reference as a model to generate with."""
+        """Context that yields the reference, to generate with. Raises ValueError without one."""
 
     def place(self, policy: nn.Module, accelerator: Accelerator) -> None:  # noqa: B027 - optional
         """Moves the reference to the device where it computes, once the policy is prepared."""

@@ -27,8 +27,7 @@ class Follow(TrainerCallback):
             self.reference.follow(self.weight)
 
     def state(self) -> dict[str, Tensor]:
-        """The weights, on the host, that a checkpoint needs of a reference that follows the policy;
-        none if it does not."""
+        """The weights to save of a reference that follows the policy, on the host; else {}."""
         if not self.follows or self.reference is None:
             return {}
         return {name: x.detach().cpu() for name, x in self.reference.own_weights().items()}

@@ -14,7 +14,7 @@ from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PassLimit
 from fastrl.models.trunk import Trunk
 
-TOKENS_PER_PASS = 8192  # the default
+TOKENS_PER_PASS = 8192  # unless the caller sets it
 
 MakeContext = Callable[[], AbstractContextManager]
 
@@ -22,8 +22,8 @@ MakeContext = Callable[[], AbstractContextManager]
 class Part(NamedTuple):
     """A prompt, or a sample's response."""
 
-    kind: str
-    number: int
+    kind: str  # "prompt" or "response"
+    number: int  # a prompt's number, or the sample's index, in the batch
 
 
 class Budget(NamedTuple):
@@ -37,8 +37,8 @@ class TrunkCache:
     """The trunk's activations for the samples of a batch, [L, H] each, kept within a byte budget;
     a prompt that several samples share is kept once.
 
-    Where the budget holds all activations, they are computed together at the first call; else when
-    they are needed, and again where there was no room for them.
+    Where device or host has room for all activations, they are computed together at the first call;
+    else when they are needed, and again where there was no room for them.
 
     Args:
         trunk: runs the bottom layers.
@@ -88,8 +88,8 @@ class TrunkCache:
 
     def missing(self) -> list[int]:
         """Samples whose activations are not kept, or not all of them."""
-        responses = range(len(self.batch))
-        return [i for i in responses if not all(part in self._kept for part in self._parts(i))]
+        samples = range(len(self.batch))
+        return [i for i in samples if not all(part in self._kept for part in self._parts(i))]
 
     def stored(self) -> list[Tensor]:
         """The activations that are kept, [L, H] each."""
@@ -100,19 +100,19 @@ class TrunkCache:
         return Part("prompt", self.batch.prompts[sample]), Part("response", sample)
 
     def _of(self, samples: Sequence[int]) -> dict[Part, Tensor]:
-        """Activations of samples' prompts and responses, on the device."""
+        """Activations of samples' prompts and responses, [L, H] each, on the device."""
         fit = self._all_fit()
         missing = self.missing()
         if not fit:
             missing = sorted(set(missing) & set(samples))
-        # Each process is asked for other samples: only where all fit do all lack the same ones.
+        # Each process needs other samples: only if all fit do all processes lack the same ones.
         with self.whole() if missing or not fit else nullcontext():
             made = self._run(missing)
         device = self.batch.input_ids.device
-        asked = {part for i in samples for part in self._parts(i)}
+        needed = {part for i in samples for part in self._parts(i)}
         return {
             part: made[part] if part in made else self._kept[part].to(device, non_blocking=True)
-            for part in asked
+            for part in needed
         }
 
     def _run(self, samples: Sequence[int]) -> dict[Part, Tensor]:
@@ -135,7 +135,7 @@ class TrunkCache:
         return made
 
     def _all_fit(self) -> bool:
-        """Whether all activations that are not kept yet have room, in fp32 at most."""
+        """Whether device or host alone has room for all activations not kept yet, if fp32."""
         width = self.trunk.model.config.get_text_config().hidden_size
         batch = self.batch
         lengths = {
