@@ -28,7 +28,7 @@ def _as_it_is(value: Any, settings: Mapping[str, Any]) -> Any:
 
 
 class Era(NamedTuple):
-    """A setting that today's configurations do not declare.
+    """A setting, or values of one, that today's configurations do not have.
 
     Attributes:
         kind: RENAMED: ``today`` gets the setting's value; KEPT: the setting is honoured under its

@@ -35,7 +35,7 @@ class Blame(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """The result of a gradient: which mini-batches it contains, and whether to step along it."""
+    """The result of a gradient: what it leaves out, and whether to step along it."""
 
     minibatches: Sequence[MinibatchLoss] = ()  # those with a finite loss
     nonfinite: int = 0  # mini-batches whose loss is not finite
@@ -56,7 +56,7 @@ class Gradient(NamedTuple):
     totals: list[float]  # each mini-batch's loss
     ratios: list[float]  # each mini-batch's mean ratio
     kls: list[float]  # each mini-batch's mean(old - new log-prob)
-    norm: float
+    norm: float  # before clipping; 0 where a GradScaler scales it
     experience: float  # not finite where a number of the experience is not
 
     @property

@@ -160,7 +160,7 @@ def make_optimizer(
             has the weights, and the others' are on the meta device: all must choose the same.
 
     Raises:
-        ValueError: an argument that the optimizer does not have, or a value that it cannot read.
+        ValueError: an unknown name; an argument that the optimizer lacks, or a wrong value of one.
     """
     values = _parsed(arguments)
     weights = [p for p in model.parameters() if p.requires_grad]

@@ -1,6 +1,6 @@
 """Reward functions by name: a ready one, a sequence classifier, or a Python function.
 
-A reward function is called as ``reward_fn(prompts, completions, completion_ids, **columns)`` and
+A reward function is called as ``reward_fn(prompts=, completions=, completion_ids=, **columns)`` and
 returns one number per completion, or for each a list of one number for each of its tokens;
 ``columns`` are the other columns of the data set. Prompts and completions are texts; where prompts
 are chats, both are lists of messages, as in TRL 1.x. It may be an ``async def``, and return None

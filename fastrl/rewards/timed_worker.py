@@ -3,7 +3,7 @@
 ``python timed_worker.py FILE`` reads questions and writes answers, a JSON object a line: first
 whether it is ready, then what the function that FILE's ``make_judge()`` returned makes of each
 question's fields. A question that takes longer than its ``seconds`` ends the process, even within a
-regular expression; memory is limited. It needs the standard library and FILE's imports.
+regular expression; memory is limited. The process needs the standard library and FILE's imports.
 """
 
 from __future__ import annotations
