@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-SAID_TWICE = "FASTRL_TRUST_REMOTE_CODE"
+SAID_TWICE = "FASTRL_TRUST_REMOTE_CODE"  # the variable that must confirm trust_remote_code
 RENAMED, KEPT, IDLE, REFUSED = "renamed", "kept", "changes nothing", "refused"
 
 
