@@ -181,7 +181,7 @@ def warn_of_idle(config: Any, stacklevel: int) -> None:
 
 
 def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
-    """Makes whole floats of ``int`` settings whole numbers, as in ``steps=1e5``.
+    """Checks types of settings; makes whole floats of ``int`` settings ints, as in ``steps=1e5``.
 
     Args:
         config: an instance of a dataclass.
@@ -198,7 +198,7 @@ def check_types(config: Any, kind: type, but: Container[str] = ()) -> None:
             value = getattr(config, name)
             typed = _typed(name, value, wanted)
             if typed is not value:
-                object.__setattr__(config, name, typed)  # sets fields of frozen ones, too
+                object.__setattr__(config, name, typed)  # sets fields of frozen dataclasses, too
 
 
 def typed_arguments(function: Callable[..., Any], **values: Any) -> tuple[Any, ...]:
@@ -240,7 +240,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 def check_ranges(
     config: Any, kind: type, of_others: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Checks that numbers, but not NaN, lie in their settings' intervals, and texts are choices.
+    """Checks that numbers lie in their settings' intervals, NaN in none, and texts are choices.
 
     Args:
         config: an instance of a dataclass, whose types were checked.
@@ -248,15 +248,15 @@ def check_ranges(
         of_others: intervals of settings that another library declares.
 
     Raises:
-        ValueError: a number or text that does not; names its setting.
-        TypeError: a list that holds something other than numbers.
+        ValueError: a number outside its interval, or a text that is no choice; names the setting.
+        TypeError: a value, or an entry of a list, that must be a number and is none.
     """
     for entry in dataclasses.fields(kind):
         text, value = entry.metadata.get("help"), getattr(config, entry.name)
         within = getattr(text, "within", "") or of_others.get(entry.name, "")
         choices = getattr(text, "choices", ())
         choices = tuple(choices()) if callable(choices) else choices
-        # Such a table also loads functions that are named by their file.
+        # A table that is no dict also loads functions that are named by their file.
         loads = isinstance(choices, Mapping) and not isinstance(choices, dict)
         or_a_function = "; or name a function of yours, file.py:function" if loads else ""
         if value is None or not (within or choices):
@@ -276,10 +276,10 @@ def check_ranges(
                 raise TypeError(f"{name} must be a number, got {number!r}")
             if not _lies(number, within):
                 nothing = " or None" if entry.default is None and not several else ""
-                asked = _RANGES.get(within, f"lie in {within}")
+                demand = _RANGES.get(within, f"lie in {within}")
                 if not math.isfinite(number) and within.endswith("inf)"):
-                    asked += " and finite"
-                raise ValueError(f"{name} must {asked}{nothing}, got {number}")
+                    demand += " and finite"
+                raise ValueError(f"{name} must {demand}{nothing}, got {number}")
 
 
 def is_number(value: Any) -> bool:

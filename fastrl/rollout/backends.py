@@ -21,17 +21,17 @@ from fastrl.rollout.generation_kwargs import sampling_params
 from fastrl.rollout.sampling_params import draw_seed
 from fastrl.samples import Room, Samples
 
-RoomState = dict[str, dict[str, int]]  # slots and length by "policy" and "reference"
+RoomState = dict[str, dict[str, int]]  # slots and length by role, "policy" or "reference"
 
 
 class Request(NamedTuple):
     """Prompts, and how to generate responses to them."""
 
     prompts: Sequence[Tensor]
-    sample_ids: Sequence[int]  # a number for each prompt, which seeds its draws
+    sample_ids: Sequence[int]  # a number for each prompt, which keys the engine's draws
     generation_kwargs: dict[str, Any]  # keyword arguments of ``model.generate``
     batch_size: int  # prompts per call of ``model.generate``
-    limits: Sequence[int] | None = None  # each prompt's max_new_tokens, the same within a batch
+    limits: Sequence[int] | None = None  # each prompt's max_new_tokens, in place of the keyword
     reference: bool = False  # the model acts as the reference policy
     samples: int = 1  # responses to each prompt, one after the other
     seed: int | None = None  # the draws' seed; None: one from torch's own generator
@@ -42,7 +42,7 @@ class Request(NamedTuple):
 
 
 class RolloutBackend(ABC):
-    """A way of generating responses; by itself it keeps no memory between calls."""
+    """A way of generating responses; a call returns a model's responses to a request."""
 
     @abstractmethod
     def __call__(self, model: Any, request: Request) -> Samples: ...
@@ -62,10 +62,10 @@ class RolloutBackend(ABC):
 
 
 class GenerateBackend(RolloutBackend):
-    """``model.generate``, a batch of prompts at a time, with any of its keywords.
+    """Generates by ``model.generate``, a batch of prompts at a time, with its keywords.
 
     Args:
-        process: the number of this process: each draws other random numbers.
+        process: the number of this process: every process draws other random numbers.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ _ROLES = {False: "policy", True: "reference"}  # by Request.reference
 
 
 class EngineBackend(RolloutBackend):
-    """The rollout engine, which also returns log-probs; a call with an argument that it does not
-    know goes to ``model.generate``, with a warning that names the argument. So do all calls where
-    ``model.generate`` is not transformers' own.
+    """Generates by the rollout engine, which also returns log-probs. ``model.generate`` runs in its
+    place, with a warning, where the engine cannot run the model or does not know an argument, and
+    without one for an encoder–decoder or a model whose ``generate`` is not transformers' own.
 
     Args:
         config: has ``rollout_slots``, ``rollout_kv_cache_gib`` and ``rollout_sleep``.
-        keep_experts: results have the choices of a mixture's experts, too.
+        keep_experts: results have a mixture's choices of experts, too, or a call raises ValueError.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class EngineBackend(RolloutBackend):
         self.fallback = GenerateBackend(tokenizer, autocast, process)
         self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
         self._reserved: dict[str, Room] = {}  # for engines that are yet to be made
-        self._expected = 0  # tokens of the policy's samples, at most
+        self._expected = 0  # the most tokens of a prompt and its response by the policy
         self._warned: set[str] = set()
 
     def __call__(self, model: Any, request: Request) -> Samples:

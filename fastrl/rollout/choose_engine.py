@@ -36,8 +36,9 @@ def choose_engine(
         max_length, kv_cache_bytes, cuda_graphs, keep_experts: see :class:`RolloutEngine`.
 
     Raises:
-        ValueError: a number below 1; a model on several devices; ``keep_experts`` for a model that
-            the rollout engine does not run.
+        ValueError: a number below 1; a model on several devices; with ``keep_experts`` a decoder
+            that the rollout engine does not run, or routers whose choices cannot be kept; an
+            encoder–decoder that names no start token.
     """
     if not getattr(model.config, "is_encoder_decoder", False):
         try:

@@ -45,12 +45,12 @@ KINDS = 8  # kinds of calls whose graphs are kept
 
 
 class GraphRunner(StepRunner):
-    """Captures the step once per bucket, lazily, in one memory pool, and replays it. Its
-    device must be the current one.
+    """Captures the step once per bucket, lazily, in one memory pool, and replays the graphs. The
+    runner's device must be torch's current one.
 
-    A graph contains addresses and numbers, so that calls with other logits processors, another kind
-    of calls, have other graphs; those of the last few kinds are kept. All graphs are captured anew
-    after a parameter or the KV cache has moved, or other adapters act.
+    A graph contains addresses and numbers: calls with other logits processors are of another kind,
+    and have other graphs. The graphs of the last :data:`KINDS` kinds are kept. All are captured
+    anew after a parameter or the KV cache has moved, or other adapters act.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -130,8 +130,8 @@ class GraphRunner(StepRunner):
     def _ended_after_an_error(self, graph: Any) -> Iterator[None]:
         """Context that ends a capture for torch's allocator where an error breaks it off.
 
-        torch raises the error without that: its allocator would go on as in a capture, free no
-        memory when there is too little, and fail at ``empty_cache``.
+        torch itself does not end it: its allocator would go on as in a capture, free no memory when
+        there is too little, and fail at ``empty_cache``.
         """
         try:
             yield

@@ -1,5 +1,4 @@
-"""One decode step for all slots: forward, logits processors, draw, record, finish reasons. It is a
-function of static buffers, called on a CPU, and captured in a CUDA graph on a GPU."""
+"""One decode step of all slots, on static buffers, so that a GPU can run it as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -62,6 +61,7 @@ class LogitsProcessors(NamedTuple):
         )
 
     def numbers(self) -> tuple[float, ...]:
+        """The fields that are numbers, in their order."""
         return self[:6]
 
     def as_numbers(self) -> tuple:
@@ -74,8 +74,7 @@ class LogitsProcessors(NamedTuple):
         return LogitsProcessors(*self.numbers(), *moved)  # type: ignore[arg-type]
 
     def are_plain(self) -> bool:
-        """Whether tokens are drawn from the softmax of all logits, changed by nothing but the
-        temperature."""
+        """Whether tokens are drawn from the softmax of all logits, changed by temperature alone."""
         cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return not cuts and self.repetition_penalty == 1 and self.barred is None
 
@@ -92,8 +91,7 @@ class LogitsProcessors(NamedTuple):
             num_generated: [b] tokens generated so far.
 
         Returns:
-            The earlier values [b, n] of these logits, -inf for tokens that may be drawn; None where
-            all may be drawn.
+            The earlier logits [b, n] of barred ids, -inf where one may be drawn; None without any.
         """
         if self.barred is None or self.always is None:
             return None
@@ -103,7 +101,7 @@ class LogitsProcessors(NamedTuple):
         return before.masked_fill(~now, -torch.inf)
 
     def stopped(self, tail: Tensor) -> Tensor:
-        """Which rows [b] end with one of the stop sequences; tail [b, W]."""
+        """Which rows [b] end with one of the stop sequences; tail [b, W], their last tokens."""
         assert self.stops is not None
         same = (tail.unsqueeze(1) == self.stops) | (self.stops < 0)
         return same.all(-1).any(-1)
@@ -118,7 +116,7 @@ class DrawFromLogits:
     def __call__(
         self, state: SlotState, seen: Tensor | None, attention: DecodeAttention, keys: Tensor
     ) -> tuple[fastrl_kernels.SampledTokens, Tensor | None]:
-        """Draws the slots' next tokens, and returns them with the values of the present tokens."""
+        """Draws the slots' next tokens; returns them, and present tokens' values [b] if any."""
         processors = self.processors
         logits, values = self.model_runner.decode(state.token, state.position, attention)
         drawn_from = logits if seen is None else processors.penalised(logits, seen)
@@ -147,7 +145,7 @@ class DrawFromHead:
         self.possible = model_runner.fused_draw.active and processors.are_plain()
 
     def takes(self, rows: int) -> bool:
-        """Whether this draw is possible, and faster for steps of so many rows."""
+        """Whether this draw is possible, and faster than from logits for so many rows."""
         return self.possible and self.model_runner.fused_draw.pays(rows)
 
     def __call__(
@@ -218,7 +216,7 @@ def _of_the_model(
 def _with_barred(
     draw: fastrl_kernels.SampledTokens, logits: Tensor, barred: Tensor, temperature: float
 ) -> fastrl_kernels.SampledTokens:
-    """Log-probs and entropies of the model's own distribution, from those without barred tokens.
+    """Replaces log-probs and entropies without barred tokens by those of the model's distribution.
 
     With the odds r = q / (1 - q) of the barred tokens, q their probability together,
 

@@ -45,8 +45,8 @@ _laid: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 class JoinedProducts:
-    """The products of one input with several linear layers: one product where their weights lie
-    one after the other in memory, as :func:`side_by_side` lays them."""
+    """The products of one input with several linear layers, the attributes ``names`` of ``owner``:
+    one product where their weights lie one after the other in memory, see :func:`side_by_side`."""
 
     def __init__(self, owner: Any, *names: str):
         self.owner, self.names = owner, names
@@ -96,10 +96,10 @@ class JoinedProducts:
 
 def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     """Moves parameters to one piece of memory, along their first dimension, and returns it; None
-    where one of them shares its memory: a view, a shard, or a tensor that other code keeps in order
-    to see the trained weights.
+    where dtypes, devices or other dimensions differ, or one of them shares its memory: a view, a
+    shard, or a tensor that other code keeps in order to see the trained weights.
 
-    Each gets a storage of its own that begins within the piece (by DLPack): code that saves, copies
+    Each parameter gets a storage that begins within the piece (by DLPack): code that saves, copies
     or moves parameters finds no views of one tensor. The piece is freed with the last parameter.
     """
     first = parameters[0]
@@ -119,7 +119,7 @@ def _owns_its_memory(x: nn.Parameter) -> bool:
     plain = type(x) is nn.Parameter and type(x.data) is Tensor and x.is_contiguous()
     if not plain or x.untyped_storage().nbytes() != x.nbytes:
         return False
-    # The two: the parameter, and the object that this line makes.
+    # The two uses: by the parameter, and by the object that this line makes.
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) <= 2
 
 
@@ -134,7 +134,7 @@ def _lie_in(whole: Tensor, parameters: Sequence[Tensor]) -> bool:
 
 
 def joined_view(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """One tensor of several, along their first dimension, where they are one piece of memory."""
+    """A view of tensors as one, along their first dimension; or None where they lie apart."""
     first, end = tensors[0], None
     for x in tensors:
         if x is None or first is None or x.dtype != first.dtype or not x.is_contiguous():
@@ -229,8 +229,7 @@ class TabulatedRotary:
         self._table: Tensor | None = None  # [2, length, R]
 
     def renew(self) -> None:
-        """Computes the table again for a new rollout, at the address that captured steps
-        contain."""
+        """Computes the table again for a new rollout, at the address in captured steps."""
         table = self._table
         if table is not None and table.device == self.module.inv_freq.device:
             table.copy_(self._computed(table[0], table.shape[1]))
@@ -252,7 +251,7 @@ class TabulatedRotary:
         return cos, sin
 
     def _computed(self, x: Tensor, length: int) -> Tensor:
-        """Cosines and sines of ``length`` positions, in rows of one, as decode steps have them."""
+        """Cosines and sines [2, length, R], computed in rows of one token, as in decode steps."""
         with torch.inference_mode(False), torch.no_grad():  # renew() writes to it in place
             positions = torch.arange(length, device=x.device).unsqueeze(1)
             return torch.stack(self.own_forward(x, positions)).squeeze(2)
@@ -276,7 +275,7 @@ class FusedLayers:
     """A model's decoder layers, fused in decode steps where all of them can be.
 
     Attributes:
-        active: whether the layers are fused.
+        active: whether the fused layers were compared with the model's own, and agreed.
     """
 
     def __init__(self, model: nn.Module):
@@ -294,7 +293,7 @@ class FusedLayers:
         self.active = False
 
     def together(self) -> list[Sequence[Any]]:
-        """Linear layers whose products are one, if their weights lie one after the other."""
+        """Groups of linear layers whose product is one where the group's weights are joined."""
         if not self.active:
             return []
         of_layers = ((x.attention_products, x.mlp_products) for x in self.layers)
@@ -305,8 +304,7 @@ class FusedLayers:
         layers attend. Where they differ the layers stay as they are, with a warning.
 
         Args:
-            decode: gives the logits of the last step, always the same, and :class:`VariantsOf` the
-                layers.
+            decode: runs these steps; returns the last one's logits, and the layers' variants.
         """
         if not self.layers:
             return
@@ -324,7 +322,7 @@ class FusedLayers:
             )
 
     def _cause(self, decode: Callable[[], tuple[Tensor, Any]], expected: Tensor) -> str | None:
-        """Why the layers cannot run fused; switches them on where they can."""
+        """Why the layers cannot run fused; None where they can, and are switched on."""
         self.active = True
         try:
             fused, _ = decode()
@@ -338,7 +336,7 @@ class FusedLayers:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the layers run fused, unless they have hooks or were replaced."""
+        """Context in which ``active`` layers run fused, if none has hooks or was replaced."""
         layers = self.layers if self.active and self._are_there() else []
         now = _around(self.model, [x.layer for x in layers])
         around = [x for x in self.around if any(x.module is y for y in now)]
@@ -353,7 +351,7 @@ class FusedLayers:
             yield
 
     def free(self) -> None:
-        """Frees tables and joined weights, which are kept between rollouts."""
+        """Frees tables, and forgets where weights were joined, both kept between rollouts."""
         for fused in self.layers:
             fused.attention_products.free()
             fused.mlp_products.free()
@@ -389,7 +387,7 @@ class VariantsOf(DecodeAttention):
 
 
 def _decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
-    """All decoder layers in order; none where one has another structure."""
+    """The modules, in order, of the only list whose modules all :func:`_fits`; else none."""
     lists = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x)]
     fitting = [x for x in lists if all(map(_fits, x))]
     return list(fitting[0]) if len(fitting) == 1 else []

@@ -1,4 +1,4 @@
-"""Rollouts through ``model.generate``: any model, any of its keywords."""
+"""Rollouts through ``model.generate``, which the models of transformers have."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from fastrl.samples import Samples
 
 
 class GenerateEngine:
-    """Samples responses with the model's own ``generate``: any model, any of its keywords.
+    """Samples responses with ``model.generate``, by sampling parameters or by its keywords.
 
     Args:
         model: a language model, causal or encoder–decoder, or a value-head model around one.
-        tokenizer: gives the pad and EOS tokens.
-        batch_size: prompts per call of ``generate``.
+        tokenizer: gives the pad and EOS tokens, and the ids of texts and chats.
+        batch_size: most prompts per call of ``generate``.
         autocast: makes the context in which ``generate`` runs.
         scores: let :meth:`generate` return log-probs, entropies and values, as
-            :class:`RolloutEngine` does; one more forward, without padding.
+            :class:`RolloutEngine` does, by further forward passes without padding.
 
     Raises:
         ValueError: a batch_size below 1; an encoder–decoder that names no start token.
@@ -71,13 +71,15 @@ class GenerateEngine:
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> Samples:
-        """``params.n`` responses per prompt; arguments and errors are those of
-        :meth:`RolloutEngine.generate`.
+        """Returns ``params.n`` responses per prompt; arguments: see :meth:`RolloutEngine.generate`.
 
         Of the model's generation_config only the tokens that end a response are used, where
         ``params`` names none. ``sample_ids`` are returned with the samples, but do not key the
-        draws, which come from a generator with that seed, or from torch's own, and depend on the
-        batch.
+        draws: these depend on ``params.seed``, or else torch's own generator, and on the batch.
+
+        Raises:
+            ValueError: see :meth:`RolloutEngine.generate`; no token to pad prompts of several
+                lengths with; a model whose ``generate`` does not run.
         """
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
@@ -117,8 +119,8 @@ class GenerateEngine:
         limits: Sequence[int] | None = None,
         seed: int | None = None,
     ) -> Samples:
-        """One response per prompt, with keyword arguments of ``model.generate`` as they are, and
-        without scores, since the arguments may change the distribution.
+        """Returns one response per prompt, by keyword arguments of ``model.generate`` as they are,
+        and without scores, since the arguments may change the distribution.
 
         ``stop`` is a further argument: token sequences, as in :class:`SamplingParams`. A response
         ends at the first EOS, or where ``stop``, ``stop_strings`` or ``stopping_criteria`` stopped
@@ -129,7 +131,8 @@ class GenerateEngine:
             seed: seeds the draws; None takes them from torch's own generator, else unchanged.
 
         Raises:
-            ValueError: see :meth:`generate`; several beams and a stop other than EOS and length.
+            ValueError: see :meth:`generate`; several beams with a stop other than EOS and length;
+                an argument for several responses, a dict as output or a decoder's inputs.
         """
         kwargs = unpacked(generation_kwargs)
         if "pad_token_id" not in kwargs:
@@ -275,8 +278,7 @@ class _Stopping(NamedTuple):
         """Takes the conditions out of keyword arguments, or from the model's generation_config.
 
         Raises:
-            ValueError: several beams, whose rows are not those of the prompts; ``stop`` is not a
-                list of token sequences.
+            ValueError: several beams, whose rows are not the prompts'; see :func:`check_stop`.
         """
         config = _generation_config(model)
         settings = {
@@ -335,8 +337,7 @@ class _Limits(StoppingCriteria):
 
 class _RecordedStops(StoppingCriteria):
     """Several criteria, with a record of where each of ``rows`` prompts was stopped: ``generate``
-    pads the row from there on, perhaps with EOS. ``front`` tokens stand in front of the new
-    ones."""
+    pads the row from there on, perhaps with EOS. ``front`` tokens precede the new ones."""
 
     def __init__(self, criteria: StoppingCriteriaList, front: int, rows: int, device: torch.device):
         self.criteria, self.front = criteria, front
@@ -369,7 +370,7 @@ class _RecordedNaN(LogitsProcessor):
         return torch.where(bad[:, None], 0.0, scores)
 
     def lengths(self) -> list[int | None]:
-        """New tokens in front of the first such logits of each row; None where there are none."""
+        """The new tokens in front of each row's first bad logits; None where it had none."""
         return [None if at < 0 else at for at in self.at.tolist()]
 
 

@@ -1,5 +1,4 @@
-"""A check of ``model.generate``: has a prompt the same log-probs beside others, alone and in a
-forward?"""
+"""A check of ``model.generate``: are log-probs the same in a batch, alone and in a forward?"""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ _answers: WeakKeyDictionary[Any, dict[bool, bool]] = WeakKeyDictionary()
 
 
 def together(model: Any, prompts: Sequence[Any], most: int) -> int:
-    """How many of the prompts, at most ``most``, may share a call of ``generate``: 1 where others
-    beside them change what it draws, see :func:`by_itself`."""
+    """How many prompts may share a call of ``generate``: ``most``, or 1 where the other prompts of
+    a batch, or padding, change what it draws, see :func:`by_itself`."""
     padded = most > 1 and len({len(prompt) for prompt in prompts}) > 1
     return 1 if by_itself(model, padded) else most
 
@@ -39,8 +38,8 @@ def by_itself(model: Any, padded: bool) -> bool:
     next token in a batch than alone. Warns if so, and where ``generate`` has other log-probs than
     the model's forward, by which it is trained.
 
-    A model is checked once, on random prompts. Anything but a model of transformers, and a model
-    that refuses such prompts, is not checked.
+    A model is checked once with padding and once without, on random prompts. A model that is not of
+    transformers, is sharded, has another ``generate`` or refuses the prompts is not checked.
 
     Args:
         padded: the prompts have several lengths.

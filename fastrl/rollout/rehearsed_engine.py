@@ -19,7 +19,7 @@ from fastrl_kernels.dispatch import device_kind
 
 
 class RehearsedEngine(RolloutEngine):
-    """An engine on tensors without numbers, which cannot be compared with plain forwards."""
+    """An engine on tensors without memory, which cannot be compared with plain forwards."""
 
     has_copied = False
     keeps: Callable[[list[Any], list[Any]], None] | None = None  # gets memory() after a call
@@ -57,7 +57,7 @@ class RehearsedEngine(RolloutEngine):
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> Samples:
-        """Rehearses a call with token ids; each response repeats one token."""
+        """Rehearses a call with token ids; returns responses of ``params.longest`` equal tokens."""
         assert params is not None
         self.rehearse(prompts, params)
         count = params.n * len(prompts)

@@ -36,7 +36,8 @@ class Rescorer:
     def __call__(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float
     ) -> dict[str, list[Tensor]]:
-        """Columns of :class:`Samples`: a tensor per response, fp32 on the host."""
+        """Returns columns of :class:`Samples` by name, a tensor [T] per response, fp32 on the host:
+        ``logprobs``, ``entropies`` at ``temperature``, ``logprobs_t1`` at 1, ``values`` if any."""
         names = ["logprobs", "logprobs_t1", "entropies", *["values"] * self._has_values]
         fields = {name: [torch.zeros(0)] * len(responses) for name in names}
         for part in self._parts(prompts, responses):
@@ -48,7 +49,7 @@ class Rescorer:
         return fields
 
     def _score(self, pairs: list[tuple[Tensor, Tensor]], temperature: float) -> dict[str, Any]:
-        """Scores [N] of all tokens, one response after the other."""
+        """Scores [N] of all tokens by column, one response after the other."""
         device = self.model.device
         on_host, rows = self._layout.inputs(pairs)
         labels = torch.cat([response for _, response in pairs]).to(device)

@@ -26,8 +26,7 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = False) -> None:
     """Writes a file under another name, and renames it.
 
     Args:
-        sync: also wait until the disk has the file and its name, which must survive a power
-            failure.
+        sync: also wait until the disk has file and name, so that they survive a power failure.
     """
     part = path.with_name(f".{path.name}")
     if isinstance(content, bytes):
@@ -108,7 +107,7 @@ def remove_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Waits until the disk has a file, or a folder's list of names if its system can sync that."""
+    """Waits until the disk has a file or a folder's names; warns if the system syncs no folders."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -27,7 +27,7 @@ class RunFolder:
     ``metrics.jsonl``  one JSON object per log and per evaluation, appended during the run
     ``logs/``          files of trackers
     ``checkpoints/``   see :class:`fastrl.run.checkpoints.Checkpoints`
-    ``ledger/``        every training sample, of PPO and its kin
+    ``ledger/``        every training sample of PPO, GRPO and RLOO
     ``model/``         weights, tokenizer and model card (``README.md``)
     ``samples.jsonl``  responses to held-out prompts before and after training, with their rewards
     ``report.png``     curves; also in ``report.html``, which ``fastrl report`` writes
@@ -36,12 +36,11 @@ class RunFolder:
 
     A folder is claimed before anything is written (:meth:`claim`), and by one process at a time. A
     run that resumes another keeps its files; records of steps that it will do again are moved to
-    ``metrics.superseded-N.jsonl``. ``model/`` and every file but ``metrics.jsonl`` are written
-    under another name and then renamed, so that a reader, or an interrupted run, never sees half of
-    one.
+    ``metrics.superseded-N.jsonl``. ``model/`` and files, but for ``metrics.jsonl`` and trackers',
+    are written under another name and then renamed: nobody sees half of one, even after a kill.
 
     Args:
-        path: the folder's path; nothing is written before :meth:`begin`.
+        path: the folder's path; making this object writes nothing.
         config: the contents of ``run.json``; values that JSON cannot hold are written as text.
     """
 
@@ -57,7 +56,7 @@ class RunFolder:
         self.report = self.path / "report.png"
         self.page = self.path / "report.html"
         self.lock = FolderLock(self.path)
-        self._counted = (0, 0)  # bytes of the metrics, and their lines
+        self._counted = (0, 0)  # bytes of the metrics that were read, and their lines
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
@@ -113,14 +112,14 @@ class RunFolder:
 
         Args:
             resume: what to continue, see :meth:`checkpoint`; the folder may hold a run.
-            overwrite: the folder may hold a run, which :meth:`begin` removes.
+            overwrite: the folder may hold a run; :meth:`begin` leaves its model and logs alone.
 
         Raises:
-            ValueError: an empty name; a file; a run without ``resume`` or ``overwrite``; files that
-                are not a run's; the run of another command.
+            ValueError: an empty name; a file; a run without ``resume`` or ``overwrite``, or both;
+                files that are not a run's; with ``resume`` the run of another command.
             PermissionError: a folder that cannot be written to.
             FolderInUse: an OSError: another process writes to it.
-            KeyboardInterrupt: raised in the block; its message names the newest checkpoint.
+            KeyboardInterrupt: raised in the block; it gets a message that says how to resume.
         """
         if resume and overwrite:
             raise ValueError("resume and overwrite exclude each other: pass one of them")
@@ -186,7 +185,7 @@ class RunFolder:
         return (self.path / "run.json").is_file() or self.metrics.is_file()
 
     def checkpoint(self, resume: Any, processes: Processes | None = None) -> Path | None:
-        """The checkpoint to resume from, see :func:`fastrl.run.checkpoints.find_checkpoint`."""
+        """The checkpoint to resume from, see :func:`find_checkpoint`; None without ``resume``."""
         if not resume:
             return None
         return find_checkpoint(resume, Checkpoints(self.checkpoints), processes=processes)
@@ -207,12 +206,12 @@ class RunFolder:
         self._counted = (0, 0)
 
     def resume(self, checkpoint: Path | None, rows: int | None = None) -> None:
-        """Makes the files those of a run that has just written ``checkpoint``, or with None those
-        of a run that has not begun. Later records and checkpoints are moved, not removed.
+        """Makes the files those of a run that has just written ``checkpoint``; with None, or the
+        checkpoint of another folder, those of a run that has not begun. Later metrics and
+        checkpoints are moved, not removed.
 
         Args:
-            rows: the number of metrics' lines when the checkpoint was written; later ones may have
-                its step.
+            rows: the number of metrics' lines at the checkpoint; later lines may have its step.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         step = step_of(checkpoint) if checkpoint is not None and self.owns(checkpoint) else -1
@@ -240,7 +239,7 @@ class RunFolder:
         return lines
 
     def _supersede_metrics(self, step: int, rows: int | None) -> None:
-        """Moves metrics of later steps, those behind the first ``rows``, and an unfinished line."""
+        """Moves metrics after ``step``, or behind the first ``rows``, and an unfinished line."""
         text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
         kept: list[str] = []
         later: list[str] = []
@@ -275,7 +274,7 @@ class RunFolder:
         write_file(self.path / name, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
     def write_summary(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes results and configuration to ``summary.json``; returns both."""
+        """Writes results and configuration to ``summary.json``; returns them as one dict."""
         summary = {**results, **self.config}
         self.write("summary.json", summary)
         return summary
@@ -318,11 +317,11 @@ class RunFolder:
         return self.read("summary.json")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Reads ``metrics.jsonl``."""
+        """Reads ``metrics.jsonl``, a dict per line; empty if there is none."""
         return _rows(self.metrics)
 
     def samples(self) -> list[dict[str, Any]]:
-        """Reads ``samples.jsonl``; empty if there is none."""
+        """Reads ``samples.jsonl``, a dict per line; empty if there is none."""
         return _rows(self.path / "samples.jsonl")
 
 

@@ -35,10 +35,11 @@ def uploaded_files(folder: str | Path) -> dict[str, int]:
 
 
 def upload_folder(folder: str | Path, repo_id: str, card: Any, **options: Any) -> Any:
-    """Uploads :func:`uploaded_files` of a folder by :func:`upload`.
+    """Uploads :func:`uploaded_files` of a folder by :func:`upload`; returns what that returns.
 
     Args:
-        card: uploaded in place of the folder's ``README.md``, which stays as it is; None: no card.
+        card: uploaded in place of the folder's ``README.md``, which stays as it is; None: the
+            folder's ``README.md``, if any, is uploaded.
     """
     with tempfile.TemporaryDirectory() as holder:
         for name in uploaded_files(folder):
@@ -73,8 +74,7 @@ def upload(
     """Uploads a folder to a model repository, in one commit.
 
     Args:
-        private: visibility of a repository that does not exist and is created; None: the Hub's
-            default for the namespace.
+        private: visibility of a repository that is created; None: the namespace's default.
         token: the token for the Hub; by default that of the logged-in user.
         options: options of ``HfApi.upload_folder``, those of :data:`OPTIONS`.
 
@@ -82,7 +82,7 @@ def upload(
         the commit, from ``HfApi.upload_folder``.
 
     Raises:
-        TypeError: another option.
+        TypeError: an option outside :data:`OPTIONS`.
         ValueError: ``private=True``, but the repository exists and is public.
     """
     from huggingface_hub import HfApi

@@ -29,7 +29,7 @@ def process_index() -> int:
 
 
 def process_count() -> int:
-    """How many processes a launcher has started."""
+    """How many processes a launcher has started; 1 without one."""
     return max(int(os.environ.get(name) or 1) for name in _COUNTS)
 
 
@@ -55,8 +55,8 @@ def connect_cpus() -> None:
 
 
 def wait_at_most(args: Any) -> None:
-    """Lets processes wait for each other for ``ddp_timeout`` of transformers' TrainingArguments.
-    transformers sets it on GPUs alone, and only where it makes the group of processes itself."""
+    """Lets processes wait for each other for ``ddp_timeout`` of transformers' TrainingArguments,
+    unless that is the default. transformers sets it only on GPUs, in a group that it makes."""
     import torch
 
     group = torch.distributed
@@ -100,8 +100,7 @@ def check_found(accelerator: Accelerator) -> None:
     from accelerate.utils import DistributedType
 
     count = process_count()
-    # accelerate launch sets these variables for a number above 1, and leaves WORLD_SIZE to
-    # torchrun.
+    # accelerate launch sets these for several processes, and leaves WORLD_SIZE to torchrun.
     by_accelerate = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
     if by_accelerate and count == 1 and "WORLD_SIZE" not in os.environ:
         _warn_of_a_single_process()
@@ -128,7 +127,7 @@ def check_found(accelerator: Accelerator) -> None:
 
 
 def launched_accelerator(*, timeout: float | None = None, **settings: Any) -> Accelerator:
-    """accelerate's view of the processes; on a machine without GPUs they talk by gloo.
+    """Returns an Accelerator of the launched processes, which talk by gloo without GPUs.
 
     Args:
         timeout: seconds that a process waits for the others; None: torch's. The first Accelerator

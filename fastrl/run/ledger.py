@@ -36,7 +36,7 @@ def fields() -> dict[str, pa.DataType]:
 
     tokens, numbers = pa.list_(pa.int32()), pa.list_(pa.float32())
     return {
-        "step": pa.int32(),
+        "step": pa.int32(),  # PPO's step, or another trainer's generation, from 1
         "sample": pa.int32(),  # index in the step's batch
         "prompt_row": pa.int64(),  # the prompt's row in the data set
         "prompt": pa.string(),
@@ -68,7 +68,7 @@ class Lists(NamedTuple):
 
 
 class Ledger:
-    """Writes the ledger of a run, one file for so many steps.
+    """Writes the ledger of a run, a file for ``every`` steps.
 
     A file holds whole steps, the first and the last in its name:
     ``steps-000001-000020.parquet``. Its metadata, as JSON, are the versions of libraries, the
@@ -76,7 +76,7 @@ class Ledger:
 
     Args:
         folder: the files' folder, which is made with the first file.
-        every: a file is written at each multiple of so many steps; steps wait in memory for it.
+        every: a file is written at each multiple of this; until then steps are in memory.
 
     Raises:
         ValueError: ``every`` below 1.
@@ -115,6 +115,7 @@ class Ledger:
 
         Raises:
             ValueError: the ledger has this step, or a later one.
+            KeyError: another column.
         """
         self.check(step)
         self._rows.append(_table(step, columns))
@@ -189,7 +190,7 @@ def read_ledger(
 ) -> pa.Table:
     """Reads a ledger's rows, in order of step and sample; no rows where there is no ledger.
 
-    Only the files that have some of these steps are opened.
+    Only the files that have some of these steps are read.
 
     Args:
         folder: the ledger's folder.
@@ -203,10 +204,10 @@ def read_ledger(
 
     names = None if columns is None else list(dict.fromkeys(columns))
     files = _files(Path(folder))
-    asked = [f for f in files if f.last >= first and (last is None or f.first <= last)]
+    chosen = [f for f in files if f.last >= first and (last is None or f.first <= last)]
     _check_columns(folder, names, files)
     tables = [_no_rows(names)]
-    for file in asked:
+    for file in chosen:
         _, table = _read(file.path, names)
         tables.append(_of_steps(table, first, file.last if last is None else last))
     rows = pa.concat_tables(tables, promote_options="default")
@@ -242,8 +243,8 @@ class _File(NamedTuple):
 
 
 def _files(folder: Path) -> list[_File]:
-    """A ledger's files in the order of steps; after an interruption one may contain another's
-    steps, which is left out."""
+    """A ledger's files in the order of steps. A file whose steps are in another one, too, as after
+    an interruption, is left out."""
     if not folder.is_dir():
         return []
     named = [(path, match) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -269,7 +270,7 @@ def _read(path: Path, names: Iterable[str] | None = None) -> tuple[dict[str, Any
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[tuple[ParquetFile, dict[str, Any]]]:
-    """A file, and its metadata; raises ValueError for a damaged file, or one of a newer fastrl."""
+    """Context with a file and its metadata; ValueError if it is damaged, or of a newer fastrl."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -40,7 +40,7 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, instruction sets, threads and GPUs, and the libraries of products on the CPU."""
+    """CPU, instruction sets, threads, GPUs, and what chooses libraries of products on the CPU."""
     import torch
 
     from fastrl_kernels import gemm
@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def other_draws(before: dict[str, str]) -> str:
-    """A note, after a semicolon, that the recorded version drew other tokens; "" if it did not."""
+    """A note, after a semicolon, that the :func:`versions` ``before`` drew other tokens; or ""."""
     from fastrl_kernels.race import DRAWS
 
     if before.get("draws", "1") == str(DRAWS):
@@ -70,7 +70,7 @@ def other_draws(before: dict[str, str]) -> str:
 
 def write_products(measured: Mapping[str, Any]) -> Path:
     """Writes the choices of libraries of products for this processor, as JSON values, to a table
-    that later processes read; other processors' entries stay."""
+    that later processes read, and returns its path; other processors' entries stay."""
     from fastrl_kernels import gemm
 
     path = gemm.table_path()

@@ -18,15 +18,15 @@ _SIGNS = {_LEAST: -1.0, _MOST: 1.0}
 
 class _Head(NamedTuple):
     names: tuple[str, ...]
-    kind: str
+    kind: str  # _MEAN, _LEAST or _MOST
     pooled: bool
-    of_none: float | None
+    of_none: float | None  # the mean of no numbers; None: no mean
 
 
 class _Rows(NamedTuple):
     head: _Head
     # [K, 2 or 3]: sums, counts and sums of squares; or [1, 2]: the greatest number, and 1 where
-    # there is any. The least is the negative of the greatest negative.
+    # there is any. A least number is in it as its negative, the greatest of the negated numbers.
     table: Tensor
 
 
@@ -43,13 +43,13 @@ class MetricMeans:
     processes do not wait for each other.
 
     A metric of :meth:`add`, :meth:`add_number` or :meth:`add_extreme` is a mean over batches of
-    each batch's mean over all processes, as TRL logs it: each batch weighs the same, and all
-    processes add the same names in the same order. A pooled metric is a mean over all numbers: each
-    number weighs the same, and a process may have metrics that others lack.
+    each batch's mean, or extreme, over all processes, as TRL logs it: each batch weighs the same,
+    and all processes add the same names in the same order. A pooled metric is the mean, or extreme,
+    of all numbers: each number weighs the same, and a process may have metrics that others lack.
 
     Args:
-        differences: for each metric that is a difference the two metrics that are subtracted, batch
-            by batch.
+        differences: for each metric that is a difference two metrics, of which the second is
+            subtracted from the first, batch by batch.
         pools: pool all metrics, as in an evaluation, whose last batch may be smaller.
     """
 
@@ -88,7 +88,7 @@ class MetricMeans:
         return _Appending(self, name)
 
     def add_extreme(self, name: str, values: Tensor, most: bool) -> None:
-        """Adds the greatest or least of all processes' values [B] that are not NaN."""
+        """Adds the greatest (``most``) or least of all processes' values [B] that are not NaN."""
         head = _Head((name,), _MOST if most else _LEAST, self.pools, None)
         self._add(head, _greatest(values if most else -values))
 
@@ -131,18 +131,18 @@ class MetricMeans:
         self._totals[name] = self._totals.get(name, 0.0) + number
 
     def totals(self, processes: Processes) -> dict[str, float]:
-        """The sums of all processes' counts."""
+        """The sums of all processes' counts by name; all processes call this."""
         summed: dict[str, float] = {}
         for counted in processes.objects(self._counted()):
             summed |= {name: summed.get(name, 0.0) + number for name, number in counted.items()}
         return summed
 
     def take(self, processes: Processes, sem_of: Sequence[str] = ()) -> dict[str, float | None]:
-        """The means since the last call; None for a metric without a number.
+        """The means and extremes since the last call by name; None for a metric without a number.
+        All processes call this.
 
         Args:
-            sem_of: names of metrics pooled by their values that get a standard error, too, as
-                NAME_sem.
+            sem_of: names of metrics of :meth:`pool_values` that get a standard error, NAME_sem.
         """
         values: dict[str, list[float]] = {}
         errors: dict[str, float] = {}
@@ -171,6 +171,7 @@ class MetricMeans:
         return len(self._rows), dict(self._pooled), dict(self._totals)
 
     def rewind(self, mark: Any) -> None:
+        """Forgets what was added since a :meth:`mark`."""
         length, pooled, totals = mark
         del self._rows[length:]
         self._pooled, self._totals = dict(pooled), dict(totals)
@@ -181,6 +182,7 @@ class MetricMeans:
         return {"rows": rows, "totals": self._counted()}
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Replaces the numbers by those of a :meth:`state`."""
         self._rows, self._pooled = [], {}
         for names, kind, pooled, of_none, table in state["rows"]:
             head = _Head(tuple(names), kind, pooled, of_none)
@@ -193,7 +195,7 @@ class MetricMeans:
     @staticmethod
     def of_others(states: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
         """The state of each of ``count`` processes that resume from the states of others: an equal
-        share of what was pooled; means of batches since the last log are dropped."""
+        share of pooled sums and of counts; means of batches since the last log are dropped."""
         total = MetricMeans()
         for state in states:
             process = MetricMeans()

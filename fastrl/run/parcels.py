@@ -17,8 +17,7 @@ def parcel(value: Any) -> Tensor:
     """A picklable value as uint8 [n], on the host.
 
     All tensors of a dtype are one flat array: a tensor's own pickle would be some hundred bytes
-    longer, and of a view it would hold the whole storage. int64 is sent in the narrowest dtype that
-    holds its numbers.
+    longer, and hold a view's whole storage. int64 is sent in the narrowest dtype that holds it.
     """
     pickler = _Pickler()
     pickler.dump(value)
@@ -36,7 +35,7 @@ def parcel(value: Any) -> Tensor:
 
 
 def opened(data: Tensor) -> Any:
-    """The value of a :func:`parcel`, which a process of this run has made."""
+    """The value of a :func:`parcel` of a process of this run; its tensors are on the host."""
     raw = data.numpy()
     end = 8 + int.from_bytes(raw[:8].tobytes(), "little")
     sent_as, sizes = pickle.loads(raw[8:end].tobytes())
@@ -49,7 +48,7 @@ def opened(data: Tensor) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but tensors, which it collects by their dtype."""
+    """Pickles all but plain strided tensors, which it collects by their dtype."""
 
     def __init__(self) -> None:
         self.file = io.BytesIO()

@@ -21,8 +21,7 @@ def default_precision(
     Args:
         device: the kind of the device, such as "cuda".
         supports_bf16: whether the device multiplies in bf16.
-        weights: types of the model's floating-point weights. Those that are bf16 compute in bf16
-            without autocast.
+        weights: types of the model's floating-point weights; bf16 ones need no autocast.
         chosen: the precision by a setting, a launcher or an earlier Accelerator; it wins.
     """
     if chosen is not None or device != "cuda" or not supports_bf16:

@@ -83,5 +83,6 @@ def numpy_state(generator: np.random.RandomState) -> dict[str, Any]:
 
 
 def set_numpy_state(generator: np.random.RandomState, state: Mapping[str, Any]) -> None:
+    """Sets a Mersenne twister of NumPy to a :func:`numpy_state`."""
     words = (state["words"], state["position"], state["has_gauss"], state["gauss"])
     generator.set_state(("MT19937", *words))

@@ -46,8 +46,8 @@ class OpenTrainer(transformers.Trainer):
 
     :meth:`begin_at`, :meth:`drive`, :meth:`ready_batch`, :meth:`train_sampler`,
     :meth:`save_checkpoint`, :meth:`write_model`, :meth:`write_learned`, :meth:`load_weights`,
-    :meth:`load_best_weights` and :meth:`load_optimizer` are for subclasses to override, and what is
-    told of a step.
+    :meth:`load_best_weights` and :meth:`load_optimizer` are for subclasses to override, as are the
+    methods that do nothing.
 
     transformers prepares a run and ends it; its loop over the steps of an epoch is ours.
     """
@@ -82,9 +82,10 @@ class OpenTrainer(transformers.Trainer):
         return super()._prepare_inputs(batch)
 
     def loader(self, data: Any, size: int, sampler: Any, *, training: bool = False) -> DataLoader:
-        """A loader of data by the settings, with a batch size and an order of its own.
+        """A loader of data, for training or else for evaluation by the settings.
 
         Args:
+            size: rows per batch.
             sampler: makes the order of the data; not for streams.
         """
         what = "Training" if training else "Evaluation"
@@ -99,8 +100,7 @@ class OpenTrainer(transformers.Trainer):
         return super()._get_train_sampler(dataset)
 
     def asked_sampler(self, dataset: Any = None) -> Any:
-        """The order of a data set's rows in training: ours, or that of a program that overrides
-        ``_get_train_sampler``."""
+        """The order of rows in training: ours, or a program's own ``_get_train_sampler``."""
         return self._get_train_sampler(dataset)
 
     def _run_epoch(
@@ -161,8 +161,7 @@ class OpenTrainer(transformers.Trainer):
             yield self.get_batch_samples(batches, count, self.args.device)
 
     def _restoring(self, feed: Iterator[Any], checkpoint: str | None) -> Iterator[Any]:
-        """Yields what a feed does; generators are restored behind its first item, as the order of
-        the data was drawn before."""
+        """Yields a feed's items; generators are restored once the data's order has been drawn."""
         for i, item in enumerate(feed):
             if i == 0:
                 self._load_rng_state(checkpoint)
@@ -203,8 +202,7 @@ class OpenTrainer(transformers.Trainer):
     def _synchronised(
         self, model: nn.Module, *, last: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Context of a mini-batch: the processes' gradients are added up with the step's last
-        one."""
+        """Context of a mini-batch: processes add gradients up with the step's ``last`` one."""
         accelerator = self.accelerator
         each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -239,19 +237,17 @@ class OpenTrainer(transformers.Trainer):
         self._call("on_step_end")
 
     def count_input_tokens(self, minibatch: Any) -> None:
-        """Adds a mini-batch's tokens to those that the run has seen, where the settings ask for
-        it."""
+        """Adds a mini-batch's tokens to those of the run, where the settings ask for it."""
         self._track_num_input_tokens(minibatch)
 
     def begin_step(self) -> None:
         """Does nothing, for subclasses: before callbacks are told that a step begins."""
 
     def before_update(self, model: nn.Module, norm: Any) -> None:
-        """Does nothing, for subclasses: before an optimizer step, with the gradient's norm before
-        clipping."""
+        """Does nothing, for subclasses: before an optimizer step; the gradient's norm unclipped."""
 
     def begin_update(self) -> None:
-        """Does nothing, for subclasses: after this weights are ahead of the last state."""
+        """Does nothing, for subclasses: right before the optimizer changes the weights."""
 
     def end_step(self) -> None:
         """Does nothing, for subclasses: before callbacks are told that a step has ended."""
@@ -265,16 +261,17 @@ class OpenTrainer(transformers.Trainer):
         return self.control.should_epoch_stop or self.control.should_training_stop
 
     def latest_step(self) -> tuple[float | None, float | None]:
-        """The gradient's norm and the learning rate of the latest step."""
+        """The gradient's norm and the learning rate of the latest step; None each without one."""
         at = getattr(self, "_at", None)
         if at is None or at.norm is None:
             return None, None
         return float(at.norm.full_tensor() if hasattr(at.norm, "full_tensor") else at.norm), at.rate
 
     def go_on_behind(self, norm: float | None, rate: float | None, ignored: Any) -> None:
-        """Goes on behind a step, of which these are what logs tell.
+        """Goes on behind a step.
 
         Args:
+            norm, rate: the step's :meth:`latest_step`, which logs tell.
             ignored: keys that evaluations leave out.
         """
         ends = None, ignored, time.time()
@@ -328,7 +325,7 @@ class OpenTrainer(transformers.Trainer):
         super().save_model(str(folder), _internal_call=True)
 
     def write_learned(self, folder: Path) -> None:
-        """Writes weights, and the state of optimizer and schedule."""
+        """Writes weights and, without ``save_only_model``, state of optimizer and schedule."""
         self.save_model(str(folder), _internal_call=True)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(folder))
@@ -373,8 +370,7 @@ class OpenTrainer(transformers.Trainer):
 
     @property
     def begun_at_step(self) -> int:
-        """The step at which training began or was resumed; 0 in versions of transformers that do
-        not keep it."""
+        """The step at which training began or was resumed; 0 where transformers keeps none."""
         return getattr(self, "_initial_global_step", 0)
 
     def loss_state(self) -> dict[str, Any]:
@@ -387,7 +383,7 @@ class OpenTrainer(transformers.Trainer):
         }
 
     def load_losses(self, since_the_log: Tensor, **rest: Any) -> None:
-        """Restores a :meth:`loss_state`, or the sum alone."""
+        """Restores a :meth:`loss_state`, or its sum since the last log alone."""
         self._tr_loss = since_the_log.clone().to(self.args.device)
         if rest:
             self._total_loss_scalar = rest["before"]
@@ -395,8 +391,9 @@ class OpenTrainer(transformers.Trainer):
             self._initial_global_step = rest["begun_at"]
 
     def count_learned_tokens(self) -> None:
-        """Makes the loop pass the number of learned tokens to each step, texts' first ones not
-        counted: it knows only by the name of a model's class whether labels are shifted."""
+        """Makes the loop pass the number of learned tokens to each step, texts' first tokens not
+        counted: transformers knows by the name of a model's class alone whether it shifts labels.
+        """
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
 
     def note_prepared(self, model: Any) -> None:

@@ -45,8 +45,7 @@ def check_torch_files(checkpoint: Path) -> None:
     code in them is not executed.
 
     Raises:
-        BadCheckpoint: a file that holds more than tensors and plain values, or is damaged; weights
-            that are no safetensors.
+        BadCheckpoint: a file is damaged, or holds more than plain values; no safetensors.
     """
     pickled = [*checkpoint.glob("pytorch_model*.bin"), *checkpoint.rglob("adapter_model.bin")]
     for path in pickled:
@@ -66,7 +65,7 @@ def check_torch_files(checkpoint: Path) -> None:
 
 
 def shapes_of(path: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors in a file, by their names.
+    """The shapes of the tensors in a safetensors file, by their names.
 
     Raises:
         BadCheckpoint: a damaged file.

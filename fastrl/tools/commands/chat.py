@@ -15,8 +15,8 @@ def run_chat(arguments: Sequence[str]) -> int:
     """Answers each line that is typed, or read where the input is no terminal: as a turn, where the
     tokenizer has a chat template; else as a text that the model continues.
 
-    ``/clear`` forgets the turns, ``/exit`` and Ctrl-D end the program, Ctrl-C ends a reply;
-    ``/help`` says so."""
+    ``/clear`` forgets the turns, ``/exit`` and Ctrl-D end the program, Ctrl-C ends a reply. Raises
+    ValueError for ``--system`` without a chat template, and for a model that generates nothing."""
     flags = parse_flags(arguments)
     from fastrl.models.load import load_saved, load_tokenizer
 
@@ -97,7 +97,7 @@ class Chat:
         self.turns = [{"role": "system", "content": system}] if system else []
 
     def answer(self, line: str) -> None:
-        """Prints a reply while it is written."""
+        """Prints the reply to a line while it is written; keeps both as turns of a chat."""
         import torch
         from transformers import GenerationConfig, TextStreamer
 
@@ -123,8 +123,8 @@ class Chat:
         sampling = {"do_sample": False}
         if flags.temperature > 0:
             # top_k=0 as in training: else the model's file, or transformers' 50, would act.
-            more = {"temperature": flags.temperature, "top_p": flags.top_p, "top_k": 0}
-            sampling = {"do_sample": True, **more}
+            options = {"temperature": flags.temperature, "top_p": flags.top_p, "top_k": 0}
+            sampling = {"do_sample": True, **options}
         config = GenerationConfig(
             max_new_tokens=min(flags.max_new_tokens, room),
             eos_token_id=defaults.eos_token_id or self.tokenizer.eos_token_id,

@@ -1,5 +1,4 @@
-"""``fastrl env``: versions, devices, the backend that each kernel would use, and the libraries of
-matrix products on the CPU."""
+"""``fastrl env``: versions, devices, the backend of each kernel, the libraries of CPU products."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class TrainingJob:
     """What to train, on which data, and where the results go.
 
     Raises:
-        ValueError: a dropout out of range, or without a new adapter; see :func:`check_weights`.
+        TypeError, ValueError: a wrong setting, such as a dropout without a new adapter.
     """
 
     command: ClassVar[str]
@@ -131,7 +131,7 @@ class TrainingJob:
         return {"job": job, STARTED_IN: os.getcwd()}
 
     def model_options(self) -> dict[str, Any]:
-        """``from_pretrained``'s options for the model."""
+        """``from_pretrained``'s options for the model; raises what :meth:`check_model` does."""
         if self.load_in_4bit is None:  # a saved adapter decides
             return {"dtype": self.dtype}
         if not self.load_in_4bit:
@@ -168,7 +168,7 @@ class TrainingJob:
         return folder
 
     def lora_config(self, task_type: str) -> Any:
-        """The configuration of a new adapter; None if ``lora_r`` is 0."""
+        """A new adapter's configuration, None for lora_r=0; raises ImportError without PEFT."""
         if self.lora_r == 0:
             return None
         from fastrl.models.utils import need_peft
@@ -186,10 +186,10 @@ class TrainingJob:
 
 
 def check_weights(job: Any) -> None:
-    """Checks a job's settings of weights and of an adapter.
+    """Checks that a job has settings of four-bit weights only with ``load_in_4bit``.
 
     Args:
-        job: a :class:`TrainingJob`, or another object with these settings.
+        job: a :class:`TrainingJob`, or another dataclass with these settings.
 
     Raises:
         ValueError: a setting of four-bit weights without load_in_4bit.
@@ -204,15 +204,14 @@ def check_weights(job: Any) -> None:
 
 
 def check_adapter(job: Any) -> None:
-    """Checks that a job's model exists, and that it can have the adapter.
+    """Checks that a job's model can have a new adapter, and weights of four bits, if set.
 
     Args:
-        job: an argument of :func:`check_weights`.
+        job: see :func:`check_weights`.
 
     Raises:
         FileNotFoundError: a folder without a model.
-        ValueError: ``lora_r`` although the model is an adapter; four-bit weights without an
-            adapter, which could not be trained.
+        ValueError: ``lora_r`` for a model that is an adapter; four-bit weights without one.
     """
     from fastrl.models.load import MERGE_ADAPTER
     from fastrl.models.model_files import is_adapter
@@ -255,8 +254,7 @@ def check_call(
 
 
 def check_label(name: str, label: str | None, rewards: Iterable[Any]) -> None:
-    """Raises ValueError where the setting ``name`` has a ``label``, and none of the rewards is a
-    classifier."""
+    """Raises ValueError where setting ``name`` has a label, and no reward is a classifier."""
     from fastrl.rewards.classifier import ClassifierReward
 
     if label is not None and not any(isinstance(each, ClassifierReward) for each in rewards):

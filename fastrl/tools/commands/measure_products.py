@@ -41,7 +41,7 @@ def measure() -> list[Measured]:
 
 
 def chosen(speeds: dict[int, dict[str, float]]) -> gemm.Choice:
-    """The fastest library for the largest weights, and the smallest weight from which it is."""
+    """The fastest library for the largest weights, and the fewest elements for which it is so."""
     widths = sorted(speeds)
     best = max(speeds[widths[-1]], key=speeds[widths[-1]].__getitem__)
     smallest = widths[-1]
@@ -66,7 +66,7 @@ def _speeds(dtype: str, width: int, libraries: dict[str, type[gemm.Library]]) ->
 
 
 def _products(library: type[gemm.Library], x: Tensor, weight: Tensor) -> Callable[[], None]:
-    """A fused head's products as a function: logits, and fp32 gradients of weight and input."""
+    """A function that computes a fused head's products: logits, gradients of weight and input."""
     logits = torch.empty(len(x), len(weight))
     by_weight, by_input = torch.empty_like(weight), torch.zeros(x.shape)
 

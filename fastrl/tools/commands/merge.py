@@ -18,7 +18,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def run_merge(arguments: Sequence[str]) -> int:
     """Merges an adapter into the base that it names, and saves both as one model, with tokenizer,
-    generation settings, value head and model card; with ``--dtype`` converts a whole model, too."""
+    generation settings, value head and model card; with ``--dtype`` converts a whole model, too.
+    Raises FileNotFoundError without such a model, and ValueError for an output that is not empty,
+    for a whole model without ``--dtype``, and as :func:`save_merged` does."""
     flags = make_parser().parse_args(list(arguments))
     out = Path(flags.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -54,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def merge(model: Any) -> Any:
-    """The whole model that a PEFT model is, as any library loads it; the PEFT model is used up.
+    """Merges a PEFT model, in place, into a whole model that any library loads, and returns that.
 
     Raises:
         ValueError: adapters that cannot be merged, or whose merged model has other logits.
@@ -86,7 +88,8 @@ def merge(model: Any) -> Any:
 
 
 def save_merged(source: str, out: Path, dtype: str | None) -> None:
-    """Writes the whole model of an adapter's folder, or of a whole model's, to a new one."""
+    """Writes the model of an adapter's or a whole model's folder, in a dtype if named, to ``out``;
+    raises ValueError for four-bit weights, and as :func:`merge` does."""
     import torch
 
     from fastrl.data import reads_eos

@@ -32,8 +32,8 @@ def run_migrate(arguments: Sequence[str]) -> int:
     """Prints what fastrl makes of each name and setting of TRL's in a program, and in YAML files
     that its parser reads; with ``--write`` makes the safe changes in the program.
 
-    Returns:
-        1 where fastrl refuses something or lacks it, else 0.
+    Returns 1 where fastrl refuses something or lacks it, else 0. Raises FileNotFoundError without
+    the program, and ValueError for one that does not parse.
     """
     flags = make_parser().parse_args(list(arguments))
     path = Path(flags.script)

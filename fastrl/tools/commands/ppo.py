@@ -60,7 +60,7 @@ class PPOJob(TrainingJob):
     """The settings of a job: what to train, on which prompts, for which reward, and the output.
 
     Raises:
-        ValueError: a size out of range, not one weight for each reward, LoRA dropout.
+        ValueError: a setting out of range, no reward, not one weight for each reward, LoRA dropout.
     """
 
     command: ClassVar[str] = "ppo"
@@ -276,8 +276,8 @@ class GRPOJob(PPOJob):
 
 @dataclass
 class GRPOFlags(PPOFlags):
-    """PPOFlags with GRPO's defaults: no value function, a fixed KL coefficient in the loss, one
-    pass over each batch."""
+    """PPOFlags with GRPO's defaults: groups and no value function, the KL with a fixed coefficient
+    in the loss, one epoch of each batch."""
 
     _argument_group_name: ClassVar[str] = "GRPO"
 
@@ -402,8 +402,8 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
     from fastrl.trainers.ppo import PPOTrainer
 
-    own_values = config.needs_values and config.critic is None
-    kind = AutoModelForCausalLMWithValueHead if own_values else CausalLMPolicy
+    needs_head = config.needs_values and config.critic is None
+    kind = AutoModelForCausalLMWithValueHead if needs_head else CausalLMPolicy
     set_seed(config.seed)  # a new value head or adapter does not depend on earlier draws
     model = kind.from_pretrained(
         job.model,
@@ -415,7 +415,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
 
 def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
-    """The longest prompt's tokens, for a plan; without max_prompt_tokens of the first prompts."""
+    """Tokens of the longest prompt, for a plan: ``max_prompt_tokens``, or of the first prompts."""
     from fastrl.data.prompt_ids import token_ids
 
     if job.max_prompt_tokens is not None:
@@ -425,7 +425,7 @@ def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
 
 
 def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Rows to train on and rows to evaluate on, with a column "prompt", and no prompt in both."""
+    """Rows to train on, and to evaluate on or None, with a column "prompt"; none is in both."""
 
     def rows_of(source: str) -> Dataset:
         table = load_table(source, job.dataset_split)
