@@ -30,7 +30,7 @@ class Request(NamedTuple):
     prompts: Sequence[Tensor]
     sample_ids: Sequence[int]  # a number for each prompt, which keys the engine's draws
     generation_kwargs: dict[str, Any]  # keyword arguments of ``model.generate``
-    batch_size: int  # prompts per call of ``model.generate``
+    batch_size: int  # responses per call of ``model.generate``
     limits: Sequence[int] | None = None  # each prompt's max_new_tokens, in place of the keyword
     reference: bool = False  # the model acts as the reference policy
     samples: int = 1  # responses to each prompt, one after the other

@@ -64,7 +64,7 @@ class GraphRunner(StepRunner):
 
     def free(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.failed = False  # after one failure no capture is tried again
+        self.failed = False  # after a failure no capture is tried until the next free()
         self.stats: dict[str, float] = {}
         self._graphs: dict[int, Any] = {}  # the present kind's graphs, by bucket
         # Graphs by kind, the latest last, with the logits processors whose memory they contain.

@@ -151,8 +151,8 @@ class GenerateEngine:
         begin = time.perf_counter()
         with evaluating(self.model), self.autocast(), Products().on(self.model), _seeded(seed):
             for part in parts:
-                most = None if limits is None else limits[part]
-                self._extend(output, prompts[part], kwargs, ends, stopping, most)
+                part_limits = None if limits is None else limits[part]
+                self._extend(output, prompts[part], kwargs, ends, stopping, part_limits)
         _time(output, begin)
         return output
 
@@ -197,8 +197,8 @@ class GenerateEngine:
             processors = kwargs.get("logits_processor") or ()
             kwargs["logits_processor"] = LogitsProcessorList([*processors, nans])
         generated = self._continued(prompts, kwargs)
-        most: Sequence[int | None] = limits or [None] * rows
-        cuts = zip(most, stops.lengths(), nans.lengths(), strict=True)
+        row_limits: Sequence[int | None] = limits or [None] * rows
+        cuts = zip(row_limits, stops.lengths(), nans.lengths(), strict=True)
         for row, (limit, stopped, lost) in zip(generated, cuts, strict=True):
             length, reason = _end(row[:limit].tolist(), ends, stopped, lost)
             output.sequences.append(row[:length])

@@ -1,1 +1,1 @@
-"""The files of a run: folder, metrics, report, model card, uploads."""
+"""What a run leaves, and how it goes on: its files, uploads, random numbers and processes."""

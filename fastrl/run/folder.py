@@ -20,7 +20,7 @@ _LOCAL = ("summary.json", "samples.jsonl", "report.png", "report.html")
 
 
 class RunFolder:
-    """The folder of a run; every command writes the same files.
+    """The folder of a run; all training commands write files of these names.
 
     ================== ============================================================================
     ``run.json``       command, title, job, settings, working directory, hashes of users' code

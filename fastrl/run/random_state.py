@@ -29,8 +29,8 @@ def seed_at(seed: int, *place: int | str) -> int:
 
 @contextmanager
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Context in which torch draws from a seed, on the host and one device; afterwards its
-    generators are in their earlier states."""
+    """Context in which torch draws from a seed, on the host and one device, whose generators are
+    afterwards in their earlier states."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -92,7 +92,7 @@ def save_state(state: TrainerState, path: Path) -> None:
 
 
 def folder_of(process: int) -> str:
-    """The folder of a process in a checkpoint."""
+    """The name of a process's folder in a checkpoint."""
     return f"process-{process}"
 
 

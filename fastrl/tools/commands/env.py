@@ -77,7 +77,7 @@ class EnvFlags:
 
 
 def run_env(flags: EnvFlags) -> None:
-    """Prints the report, or measures libraries and prints their speeds."""
+    """Prints the report; or measures libraries, prints their speeds and writes the choices."""
     if not flags.measure:
         print(describe())
         return

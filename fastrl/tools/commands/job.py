@@ -168,7 +168,7 @@ class TrainingJob:
         return folder
 
     def lora_config(self, task_type: str) -> Any:
-        """A new adapter's configuration, None for lora_r=0; raises ImportError without PEFT."""
+        """A new adapter's settings, None for lora_r=0; raises ImportError, or as check_adapter."""
         if self.lora_r == 0:
             return None
         from fastrl.models.utils import need_peft
