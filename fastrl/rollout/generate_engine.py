@@ -131,8 +131,8 @@ class GenerateEngine:
             seed: seeds the draws; None takes them from torch's own generator, else unchanged.
 
         Raises:
-            ValueError: see :meth:`generate`; several beams with a stop other than EOS and length;
-                an argument for several responses, a dict as output or a decoder's inputs.
+            ValueError: see :meth:`generate`; a bad ``stop``; several beams with a stop other than
+                EOS and length; an argument for several responses, a dict or a decoder's inputs.
         """
         kwargs = unpacked(generation_kwargs)
         if "pad_token_id" not in kwargs:

@@ -270,7 +270,7 @@ def _read(path: Path, names: Iterable[str] | None = None) -> tuple[dict[str, Any
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[tuple[ParquetFile, dict[str, Any]]]:
-    """Context with a file and its metadata; ValueError if it is damaged, or of a newer fastrl."""
+    """Context with a file and its metadata; raises ValueError if damaged, or of a newer fastrl."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -244,7 +244,8 @@ class OpenTrainer(transformers.Trainer):
         """Does nothing, for subclasses: before callbacks are told that a step begins."""
 
     def before_update(self, model: nn.Module, norm: Any) -> None:
-        """Does nothing, for subclasses: before an optimizer step; the gradient's norm unclipped."""
+        """Does nothing, for subclasses: before an optimizer step, with the gradient's norm before
+        clipping."""
 
     def begin_update(self) -> None:
         """Does nothing, for subclasses: right before the optimizer changes the weights."""
@@ -261,7 +262,7 @@ class OpenTrainer(transformers.Trainer):
         return self.control.should_epoch_stop or self.control.should_training_stop
 
     def latest_step(self) -> tuple[float | None, float | None]:
-        """The gradient's norm and the learning rate of the latest step; None each without one."""
+        """The gradient's norm and the learning rate of the latest step, or None, None."""
         at = getattr(self, "_at", None)
         if at is None or at.norm is None:
             return None, None

@@ -45,7 +45,8 @@ def check_torch_files(checkpoint: Path) -> None:
     code in them is not executed.
 
     Raises:
-        BadCheckpoint: a file is damaged, or holds more than plain values; no safetensors.
+        BadCheckpoint: a file that holds more than tensors and plain values, or is damaged; weights
+            that are pickles alone, without safetensors.
     """
     pickled = [*checkpoint.glob("pytorch_model*.bin"), *checkpoint.rglob("adapter_model.bin")]
     for path in pickled:

@@ -415,7 +415,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
 
 def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
-    """Tokens of the longest prompt, for a plan: ``max_prompt_tokens``, or of the first prompts."""
+    """Most tokens of a prompt, for a plan: ``max_prompt_tokens``, or else of the first prompts."""
     from fastrl.data.prompt_ids import token_ids
 
     if job.max_prompt_tokens is not None:
@@ -425,7 +425,7 @@ def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
 
 
 def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Rows to train on, and to evaluate on or None, with a column "prompt"; none is in both."""
+    """Rows to train and (or None) to evaluate on, with a column "prompt", and no prompt in both."""
 
     def rows_of(source: str) -> Dataset:
         table = load_table(source, job.dataset_split)
