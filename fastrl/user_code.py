@@ -52,8 +52,8 @@ class Fault:
 
 
 def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with its exceptions marked by ``name``; an async function stays async. Other
-    callables are returned unchanged, because callers may use their methods."""
+    """The function, with its exceptions marked by ``name``; an async function stays async. Callable
+    objects and classes are returned unchanged, because callers may use their methods."""
     if not inspect.isroutine(function):
         return function
     call: Callable[..., Any]
@@ -75,7 +75,7 @@ def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def name_of(function: Any, otherwise: str) -> str:
-    """The name of a function that :func:`named` returned, for messages."""
+    """The name of a function that :func:`named` returned; ``otherwise`` for any other."""
     return getattr(function, _NAME, otherwise)
 
 
@@ -96,7 +96,7 @@ def own_copy(value: Any) -> Any:
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """Marks exceptions in the block as errors of the user's ``name``."""
+    """Marks exceptions in the block as errors of the user's function or file ``name``."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -149,7 +149,7 @@ def fault_of(error: BaseException) -> Fault | None:
 
 
 def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames behind this file's last one that are in no library; without any, all of them."""
+    """The frames below this file's last one that are in no library; without any, all below it."""
     ours = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
     below = [frame for frame in frames[ours + 1 :] if not frame.filename.startswith("<")]
     return [frame for frame in below if not frame.filename.startswith(_LIBRARIES)] or below
@@ -170,13 +170,13 @@ def _is_users(file: str) -> bool:
 def load_function(name: str) -> Callable[..., Any]:
     """Loads the function of "module:function" or "path/to/file.py:function".
 
-    Errors of the function, and of its file as it is loaded, have its name. A file is run once, even
-    if several of its functions are loaded: they share its globals. It imports files beside it as a
-    program does, but for those with the name of an installed module.
+    Errors of the function are marked with ``name``, those of its module with the module's name or
+    path. A file is run once, even if several of its functions are loaded: they share its globals.
+    It imports files beside it as a program does, but for those named as an installed module.
 
     Raises:
         ValueError: a name that is not of these forms.
-        TypeError: the name of something that is not a function.
+        TypeError: the name of something that cannot be called.
         ImportError, FileNotFoundError: a module, function or file that does not exist.
     """
     if ":" not in name:

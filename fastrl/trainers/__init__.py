@@ -1,7 +1,7 @@
-"""Trainers on transformers' Trainer, and how any trainer is rehearsed and replayed.
+"""The trainers of all methods, and what they share: loop, plans of memory, resuming, replay.
 
-SFTTrainer, RewardTrainer and their kin are imported at their first use: PPOTrainer, which does not
-derive from transformers' Trainer, does not need them.
+The names of ``__all__`` are imported at their first use: PPOTrainer, which does not derive from
+transformers' Trainer, does not need them.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # or every other name would be an object
+if not TYPE_CHECKING:  # else type checkers would take any other name for an object
 
     def __getattr__(name: str) -> object:
         for home in ("fastrl.data.collators", "fastrl.trainers.sft", "fastrl.trainers.reward"):

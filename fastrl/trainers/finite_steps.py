@@ -20,22 +20,22 @@ MOST_IN_A_ROW = 20  # steps; after so many the weights, not the data, are the ca
 
 @dataclass
 class _Counts:
-    """Optimizer steps, counted since the last log."""
+    """Numbers of optimizer steps."""
 
-    taken: int = 0
-    left_out: int = 0
-    left_out_before: int = 0  # those before the last log
-    in_a_row: int = 0  # those left out one after the other
+    taken: int = 0  # since the last log
+    left_out: int = 0  # since the last log
+    left_out_before: int = 0  # from the start of training to the last log
+    in_a_row: int = 0  # left out one after the other, up to now
 
 
 class FiniteSteps:
     """Keeps NaN and infinite numbers from the weights.
 
     A step whose loss or gradient norm is not finite is left out: weights and optimizer stay, the
-    schedule goes on, the step counts. Logs have the mean loss of the other steps, and
-    ``nonfinite_steps``, the number left out since the last log. A gradient scaler (fp16) handles
-    infinite gradients itself. transformers without this takes such a step, and logs a loss without
-    such numbers.
+    schedule goes on, the step counts. Logs have the mean loss of the other steps and, if steps were
+    left out since the last log, their number as ``nonfinite_steps``. A gradient scaler (fp16)
+    handles infinite gradients itself. transformers alone takes a step that is not finite, and by
+    default leaves its loss out of the log.
 
     Args:
         on_nonfinite: "skip", or "raise" (FloatingPointError; the state before the step is saved
@@ -58,7 +58,7 @@ class FiniteSteps:
         return dataclasses.asdict(self._counts)
 
     def takes(self, step: int, loss: Tensor, norm: Any) -> bool:
-        """Whether the weights are updated by a step, which is counted.
+        """Counts a step, and returns whether it may update the weights.
 
         Args:
             step: the step's number.
@@ -105,10 +105,11 @@ class FiniteSteps:
         return bool(finite == 1)
 
     def correct(self, logs: dict[str, float], done: int) -> None:
-        """Makes the losses of a log means over the steps that were taken.
+        """Makes the losses of a log means over the steps that were taken, and adds the number of
+        steps that were left out; with a "loss" the counts since the last log begin anew.
 
         Args:
-            done: the number of steps of this training so far.
+            done: the number of steps of this training so far, those left out too.
         """
         counts = self._counts
         if "loss" in logs:

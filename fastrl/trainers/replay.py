@@ -41,6 +41,8 @@ class Walk(ABC):
         unit: what a step of the ledger is called in messages.
         samples_of: what a step's samples are called in messages.
         others: sources of samples that cannot be drawn again, for messages.
+        strayed: where the number of optimizer steps first differed from the run's; None: nowhere.
+        walked: the number of the ledger's steps that were walked before ``last``.
 
     Raises:
         ValueError: a step that the ledger lacks, or whose samples the policy did not write;
@@ -76,10 +78,11 @@ class Walk(ABC):
         """Optimizer steps that the trainer has taken."""
 
     def rows(self, step: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The ledger's rows of a step.
+        """The ledger's rows of a step, with ``columns``, "weights_version" among them; None: all.
+        Notes in ``strayed`` where the trainer has taken more or fewer optimizer steps than the run.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the ledger has no rows of the step.
         """
         rows = read_ledger(self.ledger, columns, step, step).to_pylist()
         if not rows:
@@ -94,7 +97,7 @@ class Walk(ABC):
 
     def is_resampled(self, rows: Sequence[Mapping[str, Any]], size: int) -> bool:
         """Whether dynamic sampling replaced some of a step's groups of ``size`` samples: the
-        replaced ones cannot be drawn again beside the rest, and log-probs are rounded otherwise.
+        replaced ones cannot be drawn again beside the rest, whose log-probs round differently.
 
         Raises:
             ValueError: groups were replaced, and ``model.generate`` drew them.
@@ -114,8 +117,8 @@ class LoopWalk(Walk):
 
     Attributes:
         counted_as: two keys, under which the trainer's saved state counts its generations.
-        stands_in: attributes (object, name, value) to set during the walk: this object in the place
-            of what answers prompts, and no record.
+        stands_in: attributes (object, name, value) to set during the walk, so that this object
+            answers prompts and nothing is recorded.
         samples: the samples that were drawn again.
         tolerance: the tolerance for log-probs that were computed in batches of other sizes.
     """
@@ -144,7 +147,8 @@ class LoopWalk(Walk):
         called.
 
         Raises:
-            ValueError: the ledger lacks a generation between the checkpoint and the last.
+            ValueError: the ledger lacks a generation between the checkpoint and the last, or the
+                trainer ends before the last.
             BadCheckpoint: a checkpoint of another model; a ValueError.
         """
         trainer, checkpoint = self.trainer, self._newest_before()
@@ -152,12 +156,12 @@ class LoopWalk(Walk):
         facts, trackers = read_facts(self.ledger, 1, self.last), "transformers.integrations"
         kept = [x for x in handler.callbacks if not type(x).__module__.startswith(trackers)]
         silent = {"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False}
-        others = (handler, "callbacks", kept), (trainer, "saves_when_it_fails", False)
+        of_trainer = (handler, "callbacks", kept), (trainer, "saves_when_it_fails", False)
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            # Rewards are not called here; that other code has changed is seen by the ledger.
+            # Rewards are not called here; warn_of_other_code warns of other code that has changed.
             warnings.filterwarnings("ignore", CODE_DIFFERS)
             of_args = ((args, name, x) for name, x in {"output_dir": folder, **silent}.items())
-            with attributes_set(*of_args, *others, *self.stands_in):
+            with attributes_set(*of_args, *of_trainer, *self.stands_in):
                 warn_of_another_machine(facts)
                 warn_of_other_code(facts, trainer.own_code())
                 try:

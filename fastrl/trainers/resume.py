@@ -48,7 +48,7 @@ class Resuming:
         joined: makes one state of a trainer of those that several processes saved.
         check_foreign: raises BadCheckpoint where the trainer cannot go on from a checkpoint that
             transformers alone has written.
-        adopt: gets facts of the checkpoint's machine, and sets this run's choices like it.
+        adopt: gets facts of the checkpoint's machine, and makes this run's choices as it did.
     """
 
     identity: Mapping[str, Any]
@@ -61,7 +61,7 @@ class Resuming:
     adopt: Callable[[Mapping[str, Any]], None]
 
     def read(self, checkpoint: Path) -> Mapping[str, Any] | None:
-        """What this process saved in a checkpoint; None: transformers alone has written it.
+        """This process's state in a checkpoint; None: transformers alone has written it.
 
         Raises:
             BadCheckpoint: a checkpoint of another run, or that cannot be read.
@@ -108,7 +108,7 @@ class Resuming:
             )
 
     def _of_others(self, states: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
-        """This process's state, made of those that another number of processes saved."""
+        """This process's state, made of those that another number of processes had or saved."""
         first, count, index = states[0], _count_of(states[0]), self.processes.index
         same = count == self.processes.count
         warnings.warn(
@@ -130,7 +130,7 @@ class Resuming:
         }
 
     def _new_draws(self, seed: int, step: int) -> dict[str, Any]:
-        """Generators of a process that the run did not have."""
+        """The random state of a process that saved none in the checkpoint."""
         with random_state_kept():
             torch.manual_seed(seed + (self.processes.index << 32) + step)
             return random_state()
@@ -139,11 +139,8 @@ class Resuming:
 def find_to_resume(
     resume: str | Path | bool | None, checkpoints: Checkpoints, processes: Processes
 ) -> Path | None:
-    """The checkpoint that a trainer is told to go on from; None: it begins anew.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-    """
+    """The checkpoint that a trainer is told to go on from; None: it begins anew. Raises
+    FileNotFoundError if there is no checkpoint, BadCheckpoint if it is damaged."""
     if resume is None or resume is False:
         return None
     checkpoint = find_trainer_checkpoint(resume, checkpoints, processes)
@@ -156,11 +153,7 @@ def find_to_resume(
 
 
 def check_shapes(checkpoint: Path, model: Any) -> None:
-    """Compares the shapes of a checkpoint's weights with a model's.
-
-    Raises:
-        BadCheckpoint: they are those of another model.
-    """
+    """Raises BadCheckpoint where a checkpoint's weights have other shapes than a model's."""
     weights = checkpoint / "model.safetensors"
     if weights.is_file():
         shapes = {name: list(x.shape) for name, x in model.state_dict().items()}
@@ -191,8 +184,8 @@ def clear_the_way(
         if checkpoint is not None:
             folder.resume(checkpoint, None if state is None else state["rows"])
     elif saves:
-        place = checkpoints.folder.absolute()
-        of_run = checkpoint is not None and checkpoint.absolute().parent == place
+        folder_of_run = checkpoints.folder.absolute()
+        of_run = checkpoint is not None and checkpoint.absolute().parent == folder_of_run
         step = step_of(checkpoint) if of_run and checkpoint is not None else -1
         moved = checkpoints.supersede(step)
         if moved is not None:

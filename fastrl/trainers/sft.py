@@ -71,7 +71,7 @@ _PLAIN = {"input_ids", "attention_mask", "use_cache"}
 class TextLoss(NamedTuple):
     """A loss of the tokens to learn."""
 
-    of_tokens: Callable[[Tensor], Tensor]  # from log p of each token, [N]
+    of_tokens: Callable[[Tensor], Tensor]  # log p of each token to its loss, [N]
     in_head: bool = False  # whether the LM head computes the loss with its gradient
 
 
@@ -159,13 +159,13 @@ def _preparing(args: Any) -> dict[str, bool]:
 class SFTTrainer(SupervisedTrainer):
     """Trains a causal language model on texts.
 
-    loss = -Σ log p(token) / tokens, over the tokens to learn: all of a text but its first, or its
-    completion; ``tokens`` is their number in a whole optimizer step. With ``loss_type="dft"`` each
-    -log p is multiplied by p, held fixed (arXiv:2508.05629). The LM head is fused with the
-    loss (``fastrl_kernels.linear_nll_loss``), and runs on these tokens only.
+    loss = -Σ log p(token) / tokens, over the tokens to learn: all of a text but its first token, or
+    its completion; ``tokens`` is their number in a whole optimizer step. With ``loss_type="dft"``
+    each -log p is multiplied by p, held fixed (arXiv:2508.05629). The LM head runs on these tokens
+    only; "nll" is fused with it, but for fp16 (``fastrl_kernels.linear_nll_loss``).
 
     Args:
-        model: a causal LM, or its path; a saved adapter, by its path, is trained on.
+        model: a causal LM, or its path; the path of a saved adapter, which is trained further.
         args: an :class:`SFTConfig`, or transformers' TrainingArguments.
         data_collator: a :class:`DataCollatorForCompletionOnlyLM`, or your own, which gets rows of
             ``input_ids`` and ``labels``.
@@ -176,7 +176,7 @@ class SFTTrainer(SupervisedTrainer):
             saved with the model.
         peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
         dataset_text_field, packing, max_seq_length, dataset_num_proc, eval_packing,
-            neftune_noise_alpha, model_init_kwargs: in place of the configuration's.
+            neftune_noise_alpha, model_init_kwargs, dataset_kwargs: in place of the configuration's.
         formatting_func: returns a row's text, or a list of texts for a batch of rows.
         quantization_config: for loading the model by its path.
 
@@ -186,8 +186,9 @@ class SFTTrainer(SupervisedTrainer):
 
     Raises:
         FileNotFoundError: a path without a model.
+        TypeError: an argument that is refused.
         ValueError: no pad token, data that cannot be used, a model that cannot pack, has no weight
-            to train or is no causal language model.
+            to train or is no causal language model; arguments that do not go together.
     """
 
     args_class: ClassVar[type] = SFTConfig
@@ -308,8 +309,8 @@ class SFTTrainer(SupervisedTrainer):
             self.prepare_weights()
             autocast = self.compute_loss_context_manager()
             rows = PackedCollator(self._tokenizer)
-            # The warning of padding is given only where padding is possible; else there is an
-            # error.
+            # Warnings of padding are shown only where rows can be padded; where they cannot,
+            # choose_collator raises.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 padding_free = self.packing(self.model_wrapped)
@@ -325,13 +326,12 @@ class SFTTrainer(SupervisedTrainer):
     def plan(  # type: ignore[override]
         self, tokens: int, passes: PassSize | None = None, device: str | None = None
     ) -> Plan:
-        """What training on texts of that many tokens, the longest of all, needs of memory, see
-        :meth:`fastrl.trainers.base.BaseTrainer.plan`.
-        """
+        """What training on texts of at most ``tokens`` tokens needs of memory, see
+        :meth:`fastrl.trainers.base.BaseTrainer.plan`."""
         return rehearse.plan_of(self, (tokens,), passes, device)
 
     def prepare_model(self, model: Any) -> Any:
-        """The model, checked, with an adapter if there is a peft_config."""
+        """The model, with an adapter if there is a peft_config; refuses all but causal LMs."""
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False) or not model.get_output_embeddings():
             raise ValueError(
@@ -421,7 +421,8 @@ class SFTTrainer(SupervisedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Mean negative log-likelihood; with ``return_outputs`` also the logits of all tokens."""
+        """The loss of a batch, divided by ``num_items_in_batch`` or its tokens to learn; with
+        ``return_outputs`` also the model's output. Raises ValueError for a batch without labels."""
         if "labels" not in inputs:
             raise ValueError(f"batches need labels, the data collator makes {', '.join(inputs)}")
         if "rows" not in inputs:  # from a collator of the user
@@ -445,7 +446,7 @@ class SFTTrainer(SupervisedTrainer):
         loss = scores.loss
         if loss is None:
             loss = self._loss.of_tokens(scores.logprobs).sum() / tokens.clamp(min=1)
-        if training and self.share:  # a batch of share 0 does not count
+        if training and self.share:  # a pass of share 0 does not count
             self._note(inputs, scores)
         if self.aux_loss_enabled:
             aux = computed_aux_loss(outputs)
@@ -454,7 +455,7 @@ class SFTTrainer(SupervisedTrainer):
                 part = torch.full_like(aux, self._of_batch)
                 self._metrics["train"].pool({"aux_loss": (aux * part, part)}, of_none=0.0)
             router_part = self.router_aux_loss_coef * aux * self._of_batch / steps
-            # What follows multiplies the loss by the number of processes, or by the batch's share.
+            # What follows multiplies the loss by the number of processes, or by the pass's share.
             if whole_step and self.args.average_tokens_across_devices:
                 router_part = router_part / self.accelerator.num_processes
             elif not whole_step:
@@ -475,7 +476,7 @@ class SFTTrainer(SupervisedTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """A batch's loss, logits and labels, as in ``Trainer``; only the loss if that is needed."""
+        """A batch's loss, logits and labels; the last two None with ``prediction_loss_only``."""
         if "compute_loss" in self.overrides:
             return self.predicted_by_own_loss(model, inputs, prediction_loss_only)
         inputs = self.ready_batch(inputs)
@@ -555,7 +556,7 @@ class SFTTrainer(SupervisedTrainer):
         self, inputs: dict[str, Any], rows: Tensor
     ) -> tuple[dict[str, Any], Attention | None, Tensor, Tensor | None]:
         """Arguments of the model's forward on a batch; the attention that replaces the model's, or
-        None; ``rows`` [N] in that forward; the places of packed tokens in the batch, or None."""
+        None; ``rows`` [N] in that forward; the packed tokens' positions in the batch, or None."""
         model_inputs = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
         lengths = self._lengths(model_inputs, model_inputs.pop("lengths", None), rows)
         if self.aux_loss_enabled:
@@ -569,13 +570,13 @@ class SFTTrainer(SupervisedTrainer):
     def _lengths(
         self, batch: dict[str, Any], packed: Tensor | None, rows: Tensor
     ) -> list[list[int]] | None:
-        """Tokens of the texts in each row of a batch, where it is run without padding.
+        """Tokens of the texts in each row of a batch; None where it is run with padding.
 
         Args:
             batch: arguments of the model's forward.
             packed: the texts' lengths, [B, texts] with zeros, where a collator of fastrl has packed
                 rows.
-            rows: what is learned, [N].
+            rows: positions of the learned tokens in the flattened batch, [N].
         """
         mask = batch.get("attention_mask")
         plain = batch.keys() == _PLAIN and isinstance(mask, Tensor) and mask.dim() == 2

@@ -34,7 +34,7 @@ GENERATION = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
 
 # The criterion of success.
 GAIN_IN_SEMS = 4.0  # gain of the mean reward on held-out prompts, in standard errors
-KL_CEILING = 5.0  # to the language model that PPO starts from, in nats per sequence
+KL_CEILING = 5.0  # KL to the language model that PPO starts from, in nats per sequence
 
 _NEXT = """\
 next:
@@ -44,7 +44,7 @@ next:
   fastrl new first-try      # a folder of your own to begin in
 """
 
-# Seeds of reviews for evaluation are far from those of the training text.
+# The seed of the held-out pairs is far from that of the training texts.
 _HELD_OUT_SEED_OFFSET = 1_000_000
 
 
@@ -99,13 +99,12 @@ class Models:
     tokenizer: Any
     language_model: Any
     reward: ClassifierReward
-    reward_accuracy: float
+    reward_accuracy: float  # on held-out pairs
     seconds: dict[str, float]  # what each stage took
 
 
 def run_demo(demo: Demo) -> int:
-    """Runs and reports all stages; returns 0 if the reward rose enough under the KL ceiling, else
-    1."""
+    """Runs and reports all stages; returns 0 if PPO has no :func:`failures`, else 1."""
     size = QUICK if demo.quick else Size()
     folder = RunFolder(
         demo.output,
@@ -241,7 +240,7 @@ def _verdict(missed: list[str], console: Console, seconds: float) -> int:
 
 
 def failures(comparison: Comparison) -> list[str]:
-    """The conditions that were missed, each as a clause; an unknown KL misses its condition."""
+    """The conditions that were missed, each as a clause; a NaN misses its condition."""
     missed = []
     if not comparison.gain_in_sems >= GAIN_IN_SEMS:
         missed.append(
@@ -254,7 +253,7 @@ def failures(comparison: Comparison) -> list[str]:
 
 
 def text_statistics(before: Evaluation, after: Evaluation) -> dict[str, float]:
-    """The texts' polarity by the rule, which is not the reward, and counts of distinct texts."""
+    """Mean :func:`polarity` of texts (it is not the reward), and counts of distinct completions."""
     return {
         "rule_polarity_before": _mean_polarity(before),
         "rule_polarity_after": _mean_polarity(after),

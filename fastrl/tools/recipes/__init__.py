@@ -34,9 +34,9 @@ class Recipe:
         command: the command that runs the recipe.
         device: the memory of the GPU that it needs, such as "24 GB", or "CPU".
         plan: further arguments of ``fastrl plan``; empty for a CPU's recipe.
-        columns: the kind of each column of its data set: text, chat (messages), or bool.
-        planned: bytes of "peak", the most that ``fastrl plan`` finds, and of "judge", another
-            model, which judges responses; empty for a CPU's recipe.
+        columns: the kind of each column of its data set: text, chat (messages), number or bool.
+        planned: bytes of "peak", the most that ``fastrl plan`` finds, and of "judge", 0 or
+            those of the model that judges responses; empty for a CPU's recipe.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Recipe:
 
     @property
     def gpu_gib(self) -> float | None:
-        """The memory of the recipe's GPU; None for a CPU."""
+        """The memory of the recipe's GPU in GiB; None for a CPU."""
         return None if self.device == "CPU" else float(self.device.removesuffix(" GB"))
 
     @property

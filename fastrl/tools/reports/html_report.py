@@ -56,7 +56,7 @@ class ReportedRun:
 
     @classmethod
     def all_of(cls, folders: Sequence[RunFolder]) -> list[ReportedRun]:
-        """Runs with short names: their paths without what they share."""
+        """The runs of ``folders``, with the names that :func:`short_names` makes of their paths."""
         names = short_names([folder.name for folder in folders])
         curves = [RunCurves.of(f, name) for f, name in zip(folders, names, strict=True)]
         return [
@@ -78,7 +78,7 @@ class ReportedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The command, and the settings of job and trainer that are not names of folders."""
+        """Command, settings without names of folders and runs, and hashes of users' code."""
         config = self.folder.config
         settings = {"command": config.get("command")}
         for part in ("job", "settings", "code"):
@@ -107,7 +107,8 @@ def page(
 
     Args:
         results: each run's value as text, by the result's name.
-        defaults: gives a run's default settings, for those that another run alone has recorded.
+        defaults: gives a run's default settings; a setting that some runs lack is left out where
+            the other runs have it at its default.
     """
     import jinja2
 
@@ -176,7 +177,7 @@ def _svg(panel: Panel | TimePanel, runs: Sequence[RunCurves]) -> tuple[Markup, l
 
 
 def _shows(figures: Sequence[Figure], finding: Finding) -> Figure | None:
-    """The figure with the metrics of a finding, if there is one."""
+    """The first figure with a metric of the finding; None: there is none."""
     for figure in figures:
         panel = figure.panel
         if isinstance(panel, Panel) and panel.stage == finding.stage:

@@ -24,7 +24,7 @@ class Line:
         keys: the metric's names; of several the first that a run has recorded is drawn.
         name: the name in the legend.
         held_out: whether the metric is of held-out data, and drawn with a point per evaluation.
-        sem: the standard errors of the metric, in the order of ``keys``.
+        sem: the names of the metric's standard errors, in the order of ``keys``.
     """
 
     keys: tuple[str, ...]
@@ -203,7 +203,7 @@ def panels_of(runs: Sequence[RunCurves]) -> list[Panel | TimePanel]:
 
 
 def _by_function(runs: Sequence[RunCurves]) -> list[Panel]:
-    """A panel of each reward function's mean reward, where there are several functions."""
+    """One panel with each reward function's mean reward; none for fewer than two functions."""
     keys = dict.fromkeys(key for run in runs for key in run.metrics())
     names = [key[len("reward/") : -len("/mean")] for key in keys if _is_of_function(key)]
     if len(names) < 2:

@@ -17,10 +17,11 @@ def train_loader(
 
     Args:
         args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
+        data: the rows of prompts, a ``Dataset`` or a stream.
         group: number of responses to a prompt.
         uses: number of batches that are learned from each generation.
-        load: makes a loader of data, a batch size and an order.
-        sampler: makes the order of rows that have a length; streams have an order.
+        load: makes a loader from data, a batch size and ``sampler``.
+        sampler: makes the order of a data set's rows; a stream's rows come in the stream's order.
     """
     if not hasattr(data, "__len__"):
         if args.shuffle_dataset:
@@ -39,7 +40,8 @@ def train_sampler(args: Any, data: Any, group: int, uses: int) -> GroupSampler:
 def eval_loader(
     args: Any, data: Any, group: int, accelerator: Any, load: Callable[..., Any]
 ) -> Any:
-    """The loader of an evaluation, see :func:`train_loader`."""
+    """The loader of an evaluation, see :func:`train_loader`; raises ValueError where one process is
+    to read a stream for the others."""
     workers = args.dataloader_num_workers
 
     def in_order(rows: Any) -> GroupSampler:

@@ -1,4 +1,4 @@
-"""GRPOTrainer: group relative policy optimisation and its kin, by TRL 1.x's interface."""
+"""GRPOTrainer: group relative policy optimisation and its variants, with TRL 1.x's interface."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class GRPOTrainer(OnlineTrainer):
     """Trains a causal language model on the rewards of its own responses (Shao et al.,
     "DeepSeekMath", 2024), by the names, arguments and logs of TRL 1.x.
 
-    Advantages are A = (R - mean R) / (std R + 1e-4) over the responses to a prompt. The loss is
-    ``args.loss_type``'s, see :data:`fastrl.trainers.groups.policy_loss.LOSS_TYPES`, plus beta times
-    the KL to the reference model.
+    Advantages are by default A = (R - mean R) / (std R + 1e-4) over the responses to a prompt. The
+    loss is ``args.loss_type``'s, see :data:`fastrl.trainers.groups.policy_loss.LOSS_TYPES`, plus
+    beta times the KL to the reference model.
 
     Args:
         model: a causal LM, a PEFT model around one, or its path or Hub id.
@@ -64,9 +64,9 @@ class GRPOTrainer(OnlineTrainer):
             :class:`fastrl.trainers.groups.rollout_correction.RolloutCorrection`.
         tools: functions that the policy may call, with type hints and docstrings in Google's
             format; ``async def`` too. See :class:`fastrl.collect.tools.ToolLoop`.
-        environment_factory: makes objects whose methods are tools, or a dict of such functions by
-            the names in the column ``environment``; ``train_dataset`` may then be left out. See
-            :class:`fastrl.collect.environments.Environments`.
+        environment_factory: a function that makes an object whose methods are tools, or a dict of
+            such functions by the names in the column ``environment``; ``train_dataset`` may then be
+            left out. See :class:`fastrl.collect.environments.Environments`.
 
     Raises:
         ValueError, TypeError: a setting or argument that fastrl does not honour; says what to do.
@@ -84,8 +84,8 @@ class GRPOTrainer(OnlineTrainer):
             _check_head(self.model, args)
         self.loss_type, self.scale_rewards = args.loss_type, args.scale_rewards
         self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
-        self._last_entropy = math.inf  # the last step's mean entropy
-        self._entropy_of_step: Tensor | None = None  # entropies' sum and count in the step so far
+        self._last_entropy = math.inf  # the mean entropy of the last optimizer step
+        self._entropy_of_step: Tensor | None = None  # Σ entropies and count of this optimizer step
         loss, level = loss_of_grpo(args), args.importance_sampling_level
         row = ALL_LOSS_TYPES[args.loss_type]
         if level == "sequence" and row.sums_tokens:
@@ -155,11 +155,12 @@ class GRPOTrainer(OnlineTrainer):
         return self.get_high_entropy_mask(entropies.detach(), ones, least).float()
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Tokens whose entropy is at least a quantile of all processes' entropies, as bool.
+        """Which tokens count and have a high entropy: at least a quantile of the entropies of all
+        processes' tokens that count. A bool tensor like ``mask``.
 
         Args:
-            entropies, mask: [B, T] or [N]; 1 for tokens that count.
-            threshold: the quantile, in [0, 1].
+            entropies, mask: [B, T] or [N]; the mask is 1 for tokens that count.
+            threshold: the quantile's level, in [0, 1].
         """
         counts = mask.bool()
         absent = -1e9  # entropies are not negative
@@ -180,12 +181,13 @@ class GRPOTrainer(OnlineTrainer):
         mask: Tensor,
         off_policy_threshold: float,
     ) -> Tensor:
-        """1 for responses to keep, else 0, [B, 1]: those whose advantage is not negative, or whose
-        mean_t(log π_sampled - log π) is at most the threshold (DeepSeek-V3.2).
+        """1 for responses to keep, else 0, [B, 1] in the mask's dtype. Kept are responses whose
+        advantage is not negative, or whose mean_t(log π_sampled - log π) is at most the threshold
+        (DeepSeek-V3.2).
 
         Args:
             advantages: [B, 1].
-            per_token_logps, sampling_per_token_logps, mask: [B, T].
+            per_token_logps, sampling_per_token_logps, mask: [B, T]; NaN counts as no difference.
         """
         kl = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(nan=0.0) * mask
         mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -200,7 +202,8 @@ class GRPOTrainer(OnlineTrainer):
         return 0.0 if self.use_adaptive_entropy and above else self.entropy_coef
 
     def _adapt_entropy(self, total: Tensor, count: Tensor) -> None:
-        """Moves the entropy bonus's coefficient once for each optimizer step, where it is adaptive.
+        """Adds a batch's entropies, and at the end of an optimizer step moves the entropy bonus's
+        coefficient, if it is adaptive, and logs it.
 
         Args:
             total, count: sum and number of a batch's entropies.

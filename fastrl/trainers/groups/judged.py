@@ -17,8 +17,9 @@ _LOGGER = logging.getLogger(__name__)
 def judged_by_all(
     samples: Samples, names: Sequence[str], weights: Tensor, processes: Processes
 ) -> Samples:
-    """Rewards and penalties of all processes' responses, fp32. A function's rewards are NaN where
-    it does not apply, their sum where none does. Warns of responses that no function judged.
+    """Rewards and penalties of all processes' responses, [B] fp32. A function's rewards are NaN
+    where it does not apply, their weighted sum where none does. Warns of a response that no
+    function judged, and if no function judged any.
 
     Args:
         samples: the responses of this process, judged.

@@ -1,8 +1,8 @@
 """Methods of TRL's GRPOTrainer and RLOOTrainer that subclasses override, by TRL 1.16's names,
 arguments and shapes.
 
-fastrl's training does not call them. Where a subclass overrides one, it gets arguments laid out as
-in TRL, and its result is learned from.
+fastrl's training calls such a method only where a subclass overrides it, with arguments laid out as
+in TRL, and learns from its result.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _READ = {*_IDS, *_OF_TOKENS, "advantages", "num_items_in_batch"}
 
 
 class OnlineMethods:
-    """TRL's methods of a trainer that samples responses, and what calls those of a subclass. The
-    trainer has the attributes that this class declares."""
+    """TRL's methods of a trainer that samples responses, and what calls a subclass's overrides of
+    them. The trainer has the attributes that this class declares."""
 
     args: Any
     model: Any
@@ -86,7 +86,7 @@ class OnlineMethods:
     def pad_token_id(self) -> int:
         return self._tokenizer.pad_token_id
 
-    # What training calls of a subclass.
+    # Training calls these methods, which call a subclass's overrides.
 
     def responses_to(self, rows: list[dict[str, Any]], mode: str) -> Samples:
         """Responses to the prompts of some rows, judged."""
@@ -102,7 +102,8 @@ class OnlineMethods:
         columns: Mapping[str, Sequence[Any]],
         **options: Any,
     ) -> RewardBatch:
-        """The rewards of this process's responses."""
+        """The rewards of this process's responses; raises ValueError if a subclass's method returns
+        a table of another shape."""
         responses = prompts, completions, completion_ids
         if "_calculate_rewards" not in self.overrides:
             return self.rewards(*responses, columns, **options)
@@ -155,12 +156,13 @@ class OnlineMethods:
         compute_aux_loss: bool = False,
         **of_images: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs at the sampling temperature, and entropies, of the last ``logits_to_keep``
-        tokens, [B, C] fp32 each, 0 where ``attention_mask`` is; and the experts' loss.
+        """Log-probs at the sampling temperature, and entropies, of the last C = ``logits_to_keep``
+        tokens, [B, C] fp32 each, 0 where ``attention_mask`` is; and the experts' loss, []. The last
+        two are None unless they are to be computed.
 
         Args:
             input_ids, attention_mask: [B, T].
-            batch_size: rows of a forward.
+            batch_size: rows of a forward pass; None: all.
         """
         size = batch_size or len(input_ids)
         parts = input_ids.split(size), attention_mask.bool().split(size)
@@ -191,11 +193,11 @@ class OnlineMethods:
         return self._scorer.policy(model, tokens.to(self.args.device), aux, entropy=entropy)
 
     def _compute_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss of a batch that is laid out as by :func:`as_tensors`, where the class
-        ``divides_loss`` over the batches of an optimizer step. What is known of it is logged.
+        """The loss of a batch that is laid out as by :func:`as_tensors`, in training divided by the
+        number of batches of an optimizer step, if the class ``divides_loss``. Logs the metrics.
 
         Raises:
-            ValueError: advantages of tokens.
+            ValueError: advantages of tokens, [B, C]; see :meth:`own_logprobs`.
         """
         training, samples = self.model.training, samples_of(inputs)
         if "advantages" in (samples.further or ()):
@@ -224,18 +226,19 @@ class OnlineMethods:
     def own_logprobs(
         self, model: nn.Module, inputs: Mapping[str, Any], entropy: bool, aux: bool
     ) -> Any:
-        """Log-probs and entropies [B, C], and the experts' loss, from the subclass's method."""
+        """Log-probs and entropies [B, C], and the experts' loss or None, by the subclass's method;
+        raises ValueError if ``aux`` is set and the method returns no such loss."""
         ids, mask = (
             torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1)
             for name in ("ids", "mask")
         )
-        asked = {"compute_entropy": entropy, "compute_aux_loss": aux}
+        options = {"compute_entropy": entropy, "compute_aux_loss": aux}
         method: Any = self._get_per_token_logps_and_entropies
-        taken = inspect.signature(method).parameters  # versions before 1.16 know no experts' loss
-        if not any(x.kind is x.VAR_KEYWORD for x in taken.values()):
-            asked = {name: x for name, x in asked.items() if name in taken}
+        parameters = inspect.signature(method).parameters  # TRL before 1.16 has no experts' loss
+        if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+            options = {name: x for name, x in options.items() if name in parameters}
         logps, entropies, *aux_loss = method(
-            model, ids, mask, inputs["completion_ids"].shape[1], **asked
+            model, ids, mask, inputs["completion_ids"].shape[1], **options
         )
         if aux and not aux_loss:
             raise ValueError(
@@ -246,7 +249,7 @@ class OnlineMethods:
 
 
 class OwnLogprobs(ResponseScorer):
-    """A scorer whose old log-probs, and the reference's, are those of a subclass's method."""
+    """A scorer that gets old log-probs, and the reference's, from a trainer's overridden method."""
 
     def __init__(self, trainer: Any, *arguments: Any):
         super().__init__(*arguments)
@@ -274,9 +277,9 @@ def as_tensors(samples: Samples, pad_token: int, device: Any) -> dict[str, Any]:
     """Responses as TRL lays them out: ``prompt_ids`` and ``prompt_mask`` [B, P], padded on the
     left; ``completion_ids`` and ``completion_mask`` [B, C], padded on the right, the mask 0 for all
     of a response that is left out; ``tool_mask`` [B, C], 0 at tokens that the policy did not write,
-    where there are such; ``advantages`` [B] fp32; ``num_items_in_batch`` []; and what is known of
-    tokens, [B, C]: ``old_per_token_logps``, ``ref_per_token_logps``, ``importance_sampling_ratio``,
-    ``sampling_per_token_logps``."""
+    if there are any; ``advantages`` [B] fp32; ``num_items_in_batch`` []; those of the
+    columns [B, C] ``old_per_token_logps``, ``ref_per_token_logps``, ``importance_sampling_ratio``
+    and ``sampling_per_token_logps`` that are known; and columns that a subclass has added."""
     prompts = pad(samples.prompt_ids, pad_token, "left")
     completions = pad(samples.sequences, pad_token, "right")
     learned = pad_sequence(samples.learned, batch_first=True)
@@ -300,8 +303,8 @@ def as_tensors(samples: Samples, pad_token: int, device: Any) -> dict[str, Any]:
 
 
 def samples_of(batch: Mapping[str, Any]) -> Samples:
-    """The responses of a batch in the layout of :func:`as_tensors`, which a subclass may have
-    changed; columns of its own stay with the responses."""
+    """The responses of a batch in the layout of :func:`as_tensors`. A subclass's columns are kept,
+    in ``further`` if they have an element for each response, else in ``of_batch``."""
     prompts, completions = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
 
     def rows(column: Tensor, mask: Tensor) -> list[Tensor]:
@@ -333,7 +336,7 @@ def samples_of(batch: Mapping[str, Any]) -> Samples:
 
 
 def _has_one_each(column: Any, count: int) -> bool:
-    """Whether something has an element for each of so many samples."""
+    """Whether a column is a list or a tensor of ``count`` elements."""
     has_elements = isinstance(column, list) or (isinstance(column, Tensor) and column.dim() > 0)
     return has_elements and len(column) == count
 

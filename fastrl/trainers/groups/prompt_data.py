@@ -20,6 +20,7 @@ _AT_A_TIME = 1 << 10  # prompts that are tokenized together
 
 
 def refuse_dispatch(args: Any) -> None:
+    """Raises ValueError where one process is to read a stream and send its rows to the others."""
     if args.accelerator_config.dispatch_batches:
         raise ValueError(
             "Iterable datasets require `dispatch_batches=False`, as rows hold texts: leave it out "
@@ -35,7 +36,7 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
         asked: whether each row needs a prompt.
 
     Raises:
-        TypeError: training data of another kind.
+        TypeError: ``train`` is no ``Dataset`` or ``IterableDataset``.
         ValueError: no column prompt; a column named as an argument of reward functions; a prompt
             that is neither a text nor a chat, or messages that
             :func:`fastrl.data.chat.check_messages` refuses; fewer prompts than a generation needs;
@@ -86,7 +87,7 @@ def check_enough(count: int, args: Any) -> None:
 
 
 def check_resampling(args: Any, data: Any, rollout_func: Any) -> None:
-    """Raises ValueError for dynamic sampling of prompts that cannot be drawn one by one."""
+    """Raises ValueError for dynamic sampling where single prompts cannot be drawn anew."""
     if not args.dynamic_sampling_rounds:
         return
     where = {
@@ -111,9 +112,10 @@ class PromptRoom:
     """The room that a model's context leaves for prompts, beside responses of full length.
 
     Args:
-        most: the most tokens of a response; None: as many as there is room for.
+        most: the most tokens of a response; None: as many as there is room for, but 1 at least.
         template: further arguments of the chat template.
-        most_of_a_pass: the most tokens of a prompt with its response, ``micro_batch_tokens``.
+        most_of_a_pass: ``micro_batch_tokens``, the most tokens of a prompt with its response; None:
+            no limit but the context.
         longest: tokens that prompts are cut to; None: they are not.
     """
 
@@ -130,9 +132,9 @@ class PromptRoom:
         self._tokenizer, self._template, self._longest = tokenizer, template, longest
 
     def check_data(self, train: Any, evaluation: Any) -> None:
-        """Checks the first row, blank rows, and rows whose texts have more bytes than the context
-        has tokens. Rows of streams, and rows that only a chat template makes too long, are found as
-        they are learned from.
+        """Checks the first row, blank rows, and rows whose texts have more bytes than there is room
+        for tokens. Rows of streams, and rows that only a chat template makes too long, are checked
+        as they are learned from.
 
         Raises:
             ValueError: a prompt that is too long, or a blank one without a token, by its row.
@@ -145,8 +147,8 @@ class PromptRoom:
                 or is_blank(row["prompt"])
                 or self._exceeded(_bytes_of(row["prompt"])) is not None
             )
-            while some := list(itertools.islice(doubtful, _AT_A_TIME)):
-                names, prompts, templates = zip(*some, strict=True)
+            while chunk := list(itertools.islice(doubtful, _AT_A_TIME)):
+                names, prompts, templates = zip(*chunk, strict=True)
                 rows = ids_of_prompts(prompts, self._tokenizer, templates, names, self._longest)
                 for where, ids in zip(names, rows, strict=True):
                     self.check(ids, where)
@@ -181,7 +183,7 @@ def _named(train: Any, evaluation: Any) -> dict[str, Any]:
 
 
 def _check_prompts(data: Any, name: str) -> None:
-    """Checks the prompts of a data set; for a stream only that the column is there."""
+    """Checks that a data set has a column prompt, and unless it is a stream, each prompt."""
     columns = getattr(data, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise ValueError(f"{name} needs a column prompt, it has {', '.join(columns)}")
@@ -190,8 +192,8 @@ def _check_prompts(data: Any, name: str) -> None:
 
 
 def _rows(data: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The prompts of a data set by row, with what goes to the chat template; none of a stream, nor
-    where a function makes the rows."""
+    """Numbers of rows, and rows with their prompt and columns for the chat template; none for a
+    stream, or where a function makes the rows as they are read."""
     if getattr(data, "column_names", None) is None or is_stream(data):
         return
     if data.format["type"] != "custom":

@@ -25,7 +25,7 @@ _DECIDING = (
 def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Replayed:
     """Draws the responses of a generation of a run again, see
     :meth:`fastrl.trainers.replay.LoopWalk.replay`. On the machine, threads and versions of the run
-    they are the recorded ones bit for bit; a warning says what differs.
+    they are the recorded ones bit for bit; warnings name which of these differ.
 
     Args:
         trainer: made as for the run, from the same model and data, in one process.
@@ -34,15 +34,15 @@ def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Repla
 
     Raises:
         ValueError: the ledger lacks this generation, or one between it and the checkpoint;
-            responses that the policy did not write; a trainer with other settings, or of several
-            processes.
+            responses that the policy did not write, or that cannot be drawn again after dynamic
+            sampling; a trainer with other settings, or of several processes.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
     return _GenerationWalk(trainer, output, generation).replay()
 
 
 class _GenerationWalk(LoopWalk):
-    """A walk that stands in the place of a trainer's collector."""
+    """A walk that replaces a trainer's collector."""
 
     counted_as = ("online", "generations")
 

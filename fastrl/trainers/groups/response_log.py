@@ -26,7 +26,7 @@ class ResponseLog:
         metrics: the metrics by mode, "train" and "eval".
 
     Attributes:
-        table: the latest responses; it is filled in the main process alone.
+        table: the latest responses, whose texts the main process alone has.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class ResponseLog:
         """Adds a column that a reward function noted.
 
         Args:
-            places: the responses that the function was called for; others were left out. Where it
-                notes another number of values, they are added as they are.
+            places: indices of the responses that the function was called for; others get None. If
+                there are more or fewer values than indices, the values are added as they are.
         """
         noted = self._columns[column]
         if places is None or len(places) != len(values):
@@ -60,6 +60,7 @@ class ResponseLog:
             noted[place] = value
 
     def note_number(self, name: str, value: float) -> None:
+        """Adds a number that a reward function noted; its mean is logged."""
         self._numbers[name].append(value)
 
     def take_columns(self) -> dict[str, list[Any]]:
@@ -71,10 +72,10 @@ class ResponseLog:
     # A trainer calls these.
 
     def lengths(self, samples: Samples, masks: Sequence[Tensor], mode: str) -> tuple[int, float]:
-        """Adds metrics of the lengths of all processes' responses.
+        """Adds metrics of the lengths of all processes' responses, and of their calls of tools.
 
         Args:
-            masks: bool, which tokens of this process's responses are learned.
+            masks: for each response of this process, which of its n tokens are learned, [n] bool.
 
         Returns:
             over all processes, the number of tokens of prompts and responses, and of learned ones.
@@ -88,11 +89,11 @@ class ResponseLog:
         table = self.processes.joined(torch.tensor(rows), [len(rows)] * self.processes.count)
         prompts, lengths, cut, learned = table.t()
         metrics, cut = self.metrics[mode], cut.bool()
-        for name, of in (("", lengths), ("terminated_", lengths[~cut])):
-            mean = float(of.float().mean())
-            metrics.add_number(f"completions/mean_{name}length", mean, len(of))
-            metrics.add_extreme(f"completions/min_{name}length", of, False)
-            metrics.add_extreme(f"completions/max_{name}length", of, True)
+        for name, counts in (("", lengths), ("terminated_", lengths[~cut])):
+            mean = float(counts.float().mean())
+            metrics.add_number(f"completions/mean_{name}length", mean, len(counts))
+            metrics.add_extreme(f"completions/min_{name}length", counts, False)
+            metrics.add_extreme(f"completions/max_{name}length", counts, True)
         metrics.add_number("completions/clipped_ratio", float(cut.float().mean()), len(cut))
         if samples.tool_calls is not None:
             calls, failures = torch.tensor(samples.tool_calls, dtype=torch.float32).sum(0)
@@ -102,7 +103,7 @@ class ResponseLog:
         return int(prompts.sum() + lengths.sum()), float(learned.sum())
 
     def rewards(self, judged: Samples, spreadless: Tensor, mode: str) -> None:
-        """Adds metrics of rewards; ``spreadless`` marks the groups whose rewards are all equal."""
+        """Adds metrics of rewards; ``spreadless`` marks groups of equal ones, or their responses."""
         metrics, values = self.metrics[mode], self._numbers
         pairs = zip(self.names, judged.rewards_by_function.values(), strict=True)
         columns = {f"rewards/{name}/": column for name, column in pairs}
@@ -120,32 +121,28 @@ class ResponseLog:
         values.clear()
 
     def responses(self, samples: Samples, judged: Samples, advantages: Tensor) -> None:
-        """Adds responses to the table.
-
-        Args:
-            samples: the samples of this process; the other arguments are of all processes.
-        """
+        """Adds this process's samples, and all processes' rewards and advantages, to the table."""
         table = self.table
         texts = samples.prompts, samples.completions, samples.noted
         parts = self.processes.objects_at_main(texts)
         names = sorted({name for _, _, extra in parts for name in extra})
-        for asked, completion, extra in parts:
-            table.add(asked, completion, {})
+        for prompts, completions, extra in parts:
+            table.add(prompts, completions, {})
             for name in names:
-                table["extra"][name].extend(extra.get(name, [None] * len(asked)))
+                table["extra"][name].extend(extra.get(name, [None] * len(prompts)))
         columns = [x.tolist() for x in judged.rewards_by_function.values()]
         table.add((), (), dict(zip(self.names, columns, strict=True)), advantages.tolist())
 
     # Logs.
 
     def take(self, mode: str, tokens: int) -> dict[str, Any]:
-        """The means since the last call, and the run's ``tokens`` so far."""
-        noted: Any = self.metrics[mode].take(self.processes)
-        if noted:
-            noted = {"num_tokens": float(tokens), **noted}
-        return noted
+        """The metrics since the last call, and if there are any, the run's ``tokens`` so far."""
+        metrics: Any = self.metrics[mode].take(self.processes)
+        if metrics:
+            metrics = {"num_tokens": float(tokens), **metrics}
+        return metrics
 
     def show(self, step: int) -> None:
-        """Prints the table, saves it and sends it to trackers, where ``log_completions``."""
+        """Prints the table, saves it and sends it to trackers, if ``log_completions`` is set."""
         if self.args.log_completions and self.table["prompt"]:
             self.table.log(self.args, Path(str(self.args.output_dir)), step)

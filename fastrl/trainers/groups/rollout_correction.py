@@ -22,7 +22,7 @@ _NAME = "vllm_importance_sampling_"
 
 
 def check_correction(args: Any) -> None:
-    """Raises ValueError for an unknown mode, or bounds with nothing between them."""
+    """Raises ValueError for an unknown mode, missing bounds, or bounds with nothing between."""
     mode = args.vllm_importance_sampling_mode
     if mode not in MODES:
         raise ValueError(f"unknown {_NAME}mode {mode!r}: choose one of {', '.join(MODES)}")
@@ -37,11 +37,7 @@ def check_correction(args: Any) -> None:
 
 
 def of_all_or_none(logprobs: list[Tensor] | None, processes: Processes) -> list[Tensor] | None:
-    """Returns a sampler's log-probs, which all processes have or none.
-
-    Raises:
-        ValueError: a ``rollout_func`` gave log-probs in one process and none in another.
-    """
+    """Returns a sampler's log-probs; raises ValueError where only some processes have them."""
     has_logprobs = logprobs is not None
     if processes.any(has_logprobs) and processes.any(not has_logprobs):
         raise ValueError(
@@ -59,7 +55,7 @@ class RolloutCorrection:
         args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
 
     Raises:
-        ValueError: see :func:`check_correction`, as scripts set attributes of parsed arguments.
+        ValueError: see :func:`check_correction`; scripts may have changed checked arguments.
     """
 
     def __init__(self, args: Any):
@@ -73,10 +69,10 @@ class RolloutCorrection:
     def __call__(
         self, responses: Samples, sampled: list[Tensor], metrics: MetricMeans, loss: str
     ) -> None:
-        """Gives responses their weights, and logs them by TRL's names.
+        """Sets the responses' ``sampler_weights``, and logs them by TRL's names.
 
         Args:
-            responses: with the log-probs of the policy before its update.
+            responses: with ``old_logprobs``, those of the policy before its update.
             sampled: the engine's log-probs of all tokens of each response; NaN: unknown.
             loss: the policy loss, by its name.
 
@@ -110,12 +106,8 @@ class RolloutCorrection:
 
 
 def _note(metrics: MetricMeans, stats: SamplerStats, units: Tensor, measured: Tensor) -> None:
-    """Adds statistics of importance weights to the metrics.
-
-    Args:
-        units: how many tokens or responses have weights.
-        measured: tokens with a log-prob of the sampler.
-    """
+    """Adds statistics of importance weights to the metrics: ``units`` tokens or responses have
+    weights, ``measured`` tokens a log-prob of the sampler."""
     difference, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
     means = {
         f"{difference}/mean": (stats.difference_mean.nan_to_num() * measured, measured),

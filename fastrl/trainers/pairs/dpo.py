@@ -1,4 +1,4 @@
-"""DPOTrainer: a policy from pairs of a chosen and a rejected completion."""
+"""DPOTrainer: trains a policy on pairs of a chosen and a rejected completion."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class DPOTrainer(PreferenceTrainer):
     """Trains a policy to prefer the chosen completion of each pair, with TRL 1.x's interface.
 
     loss = Σ_k w_k·mean over pairs of loss_k, each a row of
-    :data:`fastrl.learn.preferences.PAIR_LOSSES`; "sft" is the negative log-likelihood of the chosen
-    completions' tokens. Both sides go through the model in one forward, and the LM head runs on
-    completions alone.
+    :data:`fastrl.learn.preferences.PAIR_LOSSES`; "sft" is the mean of -log π over the tokens of
+    chosen completions. Both sides go through the model in one forward pass, and the LM head runs
+    on completions alone.
 
     Args:
         model: a causal language model, with or without an adapter, or its path.
@@ -44,7 +44,7 @@ class DPOTrainer(PreferenceTrainer):
         peft_config: adds an adapter to the model.
 
     Attributes:
-        ref_model: the reference as a model of its own, or None.
+        ref_model: the reference as a separate model, or None.
 
     Raises:
         ValueError: data that cannot be used, settings that do not go together.
@@ -107,7 +107,7 @@ class DPOTrainer(PreferenceTrainer):
         return losses, scored, self._pair_metrics(sides, scored, completions)
 
     def _losses(self, sides: tuple[Side, ...], logprobs: Tensor, mask: Tensor) -> Tensor:
-        """The weighted sum of all losses, [B]; log-probs and mask are those of tokens."""
+        """The weighted sum of all losses, [B]; "sft" alone reads log-probs and mask, [2·B, T-1]."""
         args, losses, rows = self.args, [], self.args.pair_losses
         for name in args.loss_type:
             if name in rows:
@@ -127,8 +127,9 @@ class DPOTrainer(PreferenceTrainer):
         ref_chosen_logps: Tensor,
         ref_rejected_logps: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The losses of pairs, and the rewards β·r of both sides, [B] each: TRL's method until
-        0.26. Where a subclass overrides it, training minimises its losses.
+        """The losses of pairs, and the rewards β·(log π - log ref) of both sides, [B] each: TRL's
+        method until 0.26. Where a subclass overrides it, training minimises its losses. Only then
+        are the lengths of a batch's completions known, which losses may read.
 
         Args:
             chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps: Σ log π and Σ log

@@ -55,10 +55,10 @@ class PreferenceTrainer(SupervisedTrainer):
     config_class: ClassVar[type[PreferenceConfig]]
     collator_class: ClassVar[type[PairCollator]]
     short_name: ClassVar[str]  # the method's name in messages
-    id_columns: ClassVar[tuple[str, ...]]  # ids of prompts, and of each of the completions
+    id_columns: ClassVar[tuple[str, ...]]  # token ids of prompts and of each completion
     rehearsed_as = rehearse.PREFERENCES
     metric_differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}  # noqa: RUF012
-    ref_columns: tuple[str, ...]  # columns of precomputed log-probs, one for each [B]
+    ref_columns: tuple[str, ...]  # precomputed columns, one for each [B] of ref_logprobs
 
     def __init__(
         self,
@@ -143,19 +143,20 @@ class PreferenceTrainer(SupervisedTrainer):
     def losses(
         self, model: nn.Module, batch: Mapping[str, Any]
     ) -> tuple[Tensor, ScoredPass, dict[str, tuple[Tensor, Tensor]]]:
-        """The loss of each example [B], the policy's forward, and metrics as sums and counts."""
+        """The loss of each example [B], the policy's forward pass, metrics as sums and counts."""
 
     # Models.
 
     def _settings_of(self, args: Any, model: Any, settings: dict[str, Any]) -> Any:
-        """The settings, by default those of the class.
+        """The trainer's settings, by default those of ``config_class``.
 
         Args:
             settings: settings as keywords of the trainer, as in TRL until 0.9; ``args`` may then be
                 transformers' TrainingArguments.
 
         Raises:
-            TypeError, ValueError: settings that the trainer does not take.
+            TypeError: an unknown keyword, or ``args`` of another class.
+            ValueError: settings that are refused.
         """
         if settings:
             args = self._with_keywords(args, settings)
@@ -198,8 +199,8 @@ class PreferenceTrainer(SupervisedTrainer):
 
     @property
     def ref_model(self) -> Any:
-        """The reference as a separate model; None where it is the policy's base, or its log-probs
-        are computed before training."""
+        """The reference as a separate model; None where it is the policy's base, or the policy
+        computes its log-probs before training."""
         return model_of(self._reference, self.accelerator)
 
     # Data.
@@ -315,13 +316,14 @@ class PreferenceTrainer(SupervisedTrainer):
     # Log-probs.
 
     def completions(self, batch: Mapping[str, Any], prefix: str = "") -> TokenBatch:
+        """See :func:`fastrl.data.preferences.completions_of`."""
         completions = completions_of(batch, self.packing(self.model_wrapped), prefix)
         return completions.with_experts(None) if self._routes else completions
 
     def score(
         self, model: nn.Module, completions: TokenBatch, extras: tuple[str, ...] = ()
     ) -> tuple[Tensor, ScoredPass]:
-        """The policy's log-probs [B, T-1], 0 outside of the completions, and its forward, which has
+        """The policy's log-probs [B, T-1], 0 outside of the completions, and its forward pass, with
         entropies and the statistics ``extras``, if any are named."""
         by_model = self.aux_loss_enabled and not self._routes and extras
         router = {"output_router_logits": True} if by_model else {}
@@ -334,20 +336,20 @@ class PreferenceTrainer(SupervisedTrainer):
 
     @torch.no_grad()
     def ref_score(self, completions: TokenBatch) -> Tensor:
-        """The reference's log-probs [B, T-1]; before training the policy is its own reference."""
+        """The reference's log-probs [B, T-1]; before training the policy may be the reference."""
         reference = self._reference
         score = scored_by(self._policy) if reference is None else reference.score
         return response_scores(score, dataclasses.replace(completions, experts=None))[0]
 
     def asks_to_pack(self) -> bool:
-        by_model, asked = self.aux_loss_enabled and not self._routes, super().asks_to_pack()
-        if asked and by_model:
+        by_model, packs = self.aux_loss_enabled and not self._routes, super().asks_to_pack()
+        if packs and by_model:
             warnings.warn(
                 "batches stay padded: the load-balancing loss counts the tokens of each "
                 "completion; router_aux_loss_coef=0 leaves it out",
                 stacklevel=3,
             )
-        return asked and not by_model
+        return packs and not by_model
 
     # Losses.
 
@@ -369,7 +371,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return model(**{name: inputs[name] for name in names}, use_cache=False)
 
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The mean loss, with the experts' loss, and the loss of each example [B]."""
+        """The mean loss with the experts' loss, times ``share``, and each example's loss [B]."""
         training = self.model.training
         losses, scored, parts = self.losses(model, inputs)
         loss = losses.mean()
@@ -433,11 +435,8 @@ class PreferenceTrainer(SupervisedTrainer):
 def token_parts(
     scored: ScoredPass, completions: TokenBatch, sides: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sums and counts of entropies and mean logits over tokens.
-
-    Args:
-        sides: masks by the sides' names, [B] bool: the completions of a side; others do not count.
-    """
+    """Sums and counts of entropies and mean logits over the tokens of each side's completions.
+    ``sides`` has a mask of the completions, [B] bool, by the side's name."""
     entropies, extras = scored.scores.entropies, scored.scores.extras
     assert entropies is not None
     assert extras is not None

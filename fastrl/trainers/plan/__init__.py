@@ -1,1 +1,1 @@
-"""What a run needs of memory, before it is run: its own code on tensors without memory."""
+"""What a run needs of memory, computed before it by the run's code on tensors without memory."""

@@ -57,8 +57,8 @@ def fit_passes(
     """Limits a trainer's passes to what its GPU holds, without a change of the gradient: it lowers
     their tokens, and where that is not enough, has activations computed again in the backward pass.
 
-    Call it before training begins. With several processes passes get 16384 tokens at most, and
-    nothing is planned, because a plan is for a single process.
+    Call it before training begins. With several processes passes get 16384 tokens at most, or
+    those of the longest example, and nothing is planned, because a plan is for a single process.
 
     Args:
         trainer: a trainer whose ``micro_batch_tokens`` nobody has set.
@@ -66,8 +66,8 @@ def fit_passes(
         gpu_gib: the GPU's memory in GiB; by default that of the current device.
 
     Returns:
-        the passes, and the plan, whose memory may be more than the GPU has; None for it with
-        several processes.
+        the passes, and their plan, which may need more memory than the GPU has; with several
+        processes None in place of the plan.
 
     Raises:
         ValueError: a machine without a GPU, and no ``gpu_gib``; lengths that ``plan`` refuses.
@@ -96,7 +96,7 @@ def choose_passes(
     again. If none fit, the passes that need the least memory.
 
     Args:
-        plan_with: plans the run with these passes.
+        plan_with: plans the run with the passes that it gets.
         whole, example: tokens of a mini-batch, and of an example, which no pass splits.
 
     Returns:
@@ -123,7 +123,8 @@ def choose_passes(
 
 
 def _room(plan: Plan, tokens: int, limit: int) -> float:
-    """Tokens of a pass that fits, if activations are proportional to tokens (they grow less)."""
+    """Tokens of a pass that fits, if activations are proportional to tokens (they grow less); 0 if
+    the rest alone does not fit."""
     room = float("inf")
     for name, phase in plan.phases.items():
         scales = phase.by_kind.get(ACTIVATIONS, 0) if name in (SCORING, UPDATE) else 0

@@ -1,9 +1,9 @@
 """Tensors without memory: code runs on them with all of its shapes, and computes nothing.
 
-A phantom is a plain CPU tensor over pages that nobody has touched: the system gives none of them,
-reads find zeros, and views, types and gradients are those of any tensor. :class:`Phantoms` takes
-each operation on them, makes a result of the right shape and leaves the work out. Token ids and
-masks are computed as ever, so that the code takes the same ways as with a model's numbers.
+A phantom is a plain CPU tensor over pages that nobody has touched: the system gives no memory for
+them, reads give zeros, and views, types and gradients are those of any tensor. :class:`Phantoms`
+takes each operation on phantoms, makes a result of the right shape and leaves the work out. Token
+ids and masks are computed as ever, so that the code takes the same branches as with real weights.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fastrl.trainers.plan.memory import MemoryLog
 
 aten = torch.ops.aten
 
-# A new tensor of so many elements or more is a phantom. So few that even a tiny model's logits are
-# phantoms: sums over them lie in a longer workspace and are phantoms, and of zeros beside real
-# logits the logarithm would be infinite.
+# A new tensor of so many elements or more is a phantom. The number is small, so that even a tiny
+# model's logits are phantoms: a sum over them lies in a longer workspace, a phantom of zeros, and
+# beside real logits the logarithm of its 0 would be infinite.
 _SMALLEST = 512  # floating-point numbers
 _SMALLEST_OF_INTEGERS = 1 << 24
 _LARGE_PRODUCT = 1 << 20
 # With this flag Linux gives addresses for more than all memory; older Pythons do not name it.
 _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# The numbers of references to a gradient that autograd's engine alone has: to the tensor and to its
-# storage, with those that a call of Python adds.
+# The numbers of references to the tensor and to the storage of a gradient that autograd's engine
+# alone holds, with the references that a call of Python adds.
 _OWN_TENSOR, _OWN_STORAGE = 4, 2
 
 
@@ -50,8 +50,8 @@ class _Pages(mmap.mmap):
 
 @dataclass(frozen=True)
 class _Shape:
-    """The shape, strides and dtype of a result. It shares the memory of argument number ``source``,
-    if set, from ``offset`` on."""
+    """The shape, strides and dtype of a result, which shares the memory of the tensor number
+    ``source`` among the arguments, if set, from ``offset`` on. Its storage has ``nbytes``."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -94,12 +94,12 @@ class Phantoms(TorchDispatchMode):
         return x.is_sparse and self.is_phantom(x._values())
 
     def is_kind(self, tensors: Iterable[Any], kind: str, since: str | None = None) -> None:
-        """Says of tensors what they are for, see :meth:`MemoryLog.is_kind`."""
+        """Notes what tensors are for, see :meth:`MemoryLog.is_kind`."""
         for key in self._keys(tensors):
             self.log.is_kind(key, kind, since)
 
     def elsewhere(self, tensors: Iterable[Any]) -> None:
-        """Says of tensors that they are not on the device that is planned for."""
+        """Notes that tensors are not on the device that is planned for."""
         for key in self._keys(tensors):
             self.log.elsewhere(key)
 
@@ -127,7 +127,7 @@ class Phantoms(TorchDispatchMode):
         return self._noted(func(*args, **kwargs), tensors)
 
     def _made(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-        """A new phantom; None where the tensor is small."""
+        """A new phantom; None where the tensor is small, or not on the CPU."""
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
             return None
@@ -161,7 +161,7 @@ class Phantoms(TorchDispatchMode):
         return self._shaped(func, args, kwargs, tensors)
 
     def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """Results of the shapes that the operation gives."""
+        """Results of the operation's shapes; real ones where it has no rule for shapes."""
         if func in _INDEXED:
             args = _with_numbered_places(args)
         key = func, tuple(map(_key, args)), tuple((k, _key(x)) for k, x in kwargs.items())
@@ -187,8 +187,8 @@ class Phantoms(TorchDispatchMode):
         return tuple(map(real, shapes)) if isinstance(shapes, tuple) else real(shapes)
 
     def _written(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What an operation that writes to its arguments returns; real numbers there become
-        zeros."""
+        """What an operation that writes to its arguments returns; real numbers that it
+        overwrites become zeros."""
         schema, by_alias = func._schema, dict[str, Any]()
         for i, argument in enumerate(schema.arguments):
             info = argument.alias_info
@@ -208,7 +208,7 @@ class Phantoms(TorchDispatchMode):
         return isinstance(x, Tensor) and x.is_floating_point() and not self.is_phantom(x)
 
     def _summed_in_place(self, func: Any, args: tuple) -> Tensor | None:
-        """The sum of two gradients, added in place where autograd's engine would do so itself."""
+        """The sum of two gradients where autograd's engine would add them in place, else None."""
         if func is not aten.add.Tensor or torch.is_grad_enabled():
             return None
         if torch._C._current_autograd_node() is None or not isinstance(args[1], Tensor):
@@ -301,7 +301,7 @@ _WITHOUT_CONTENT = {
     aten.new_empty_strided.default,
     aten.empty_like.default,
 }
-# Products of token places and frequencies, whose sines are not worth their time.
+# Products of token positions and frequencies, whose sines are not worth their time.
 _OUTER_PRODUCTS = {aten.mul.Tensor, aten.bmm.default}
 _OVERWRITING = {aten.copy_.default, aten.index_put_.default, aten.index_copy_.default}
 # Checks of numbers, which phantoms pass.
@@ -375,7 +375,8 @@ def _to_meta(x: Any) -> Any:
 
 
 def _with_numbered_places(args: tuple) -> tuple:
-    """Masks among the indices as places: how many there are is known from the masks alone."""
+    """Arguments with positions in place of masks among the indices: a mask's shape alone does not
+    tell how many there are."""
     places: list[Tensor | None] = []
     for index in args[1]:
         if index is not None and index.dtype in (torch.bool, torch.uint8):

@@ -24,7 +24,7 @@ from fastrl.models.model_files import CONFIG_NAME, find_file, is_adapter, model_
 from fastrl.models.multimodal import CLASSIFIER_HEADS, freeze_unread, loader_for
 from fastrl.models.utils import context_length, need_peft
 
-# Sizes that an unknown architecture must state, to be counted as a Llama, and those that it may.
+# Sizes that an unknown architecture must state, to be counted as a Llama, and sizes that it may.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FURTHER = ("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
 
@@ -52,6 +52,10 @@ class Skeleton:
         """The skeleton of a model in a folder, a run's folder or an adapter's, or of a Hub id; only
         the configuration is read.
 
+        Args:
+            dtype: the weights' dtype by its name in torch; "auto": the configuration's.
+            adapter: PEFT's configuration; None: that of an adapter in the folder, if there is one.
+
         Raises:
             FileNotFoundError: a folder without a configuration.
             ImportError: an adapter or weights in four bits, and peft or bitsandbytes is missing.
@@ -76,7 +80,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, model: Any) -> Skeleton:
-        """The skeleton of a model of transformers, of PEFT, or of fastrl around one."""
+        """The skeleton of a model of transformers or PEFT, or of fastrl's wrapper around one."""
         model = getattr(model, "pretrained_model", model)
         peft = getattr(model, "peft_config", None)
         weights = [p for p in model.parameters() if p.is_floating_point()]
@@ -90,12 +94,13 @@ class Skeleton:
         return skeleton
 
     def build(self, kind: Any = AutoModelForCausalLM) -> Any:
-        """The model; to be called within a rehearsal.
+        """Makes the model, with its adapter; call it within a rehearsal.
 
         Args:
             kind: transformers' class for the model's kind, which has ``from_config``.
 
         Raises:
+            ImportError: weights in four bits, without bitsandbytes.
             ValueError: a configuration from which transformers makes no model of this kind.
         """
         config = copy.deepcopy(self.config)
@@ -122,8 +127,8 @@ class Skeleton:
                 raise ValueError(f"{name} must be a number of 2 or more, got {number!r}")
         most, whole = context_length(self), sum(tokens.values())
         if most is not None and whole > most:
-            asked = " + ".join(f"{name}={number}" for name, number in tokens.items())
-            raise ValueError(f"{asked} are more than the model's context of {most}: lower them")
+            terms = " + ".join(f"{name}={number}" for name, number in tokens.items())
+            raise ValueError(f"{terms} are more than the model's context of {most}: lower them")
 
     @property
     def name(self) -> str:
@@ -174,7 +179,7 @@ def _in_four_bits(model: Any, config: Any, heads: tuple[str, ...]) -> Any:
 
 
 def _config_of(folder: str) -> tuple[Any, list[str]]:
-    """A model's configuration, and which of its values are guesses."""
+    """A model's configuration, and what of it is guessed, in words."""
     try:
         return AutoConfig.from_pretrained(folder), []
     except (OSError, ValueError, KeyError) as error:
@@ -219,7 +224,7 @@ def blank_tokenizer() -> Any:
 
 
 def words(count: int, which: int = 0, others: int = 0) -> str:
-    """A text of ``count`` tokens, all the same word, but for the last ``others``."""
+    """``count`` times the word ``WORDS[which]``, but for the last ``others``: the other word."""
     others = min(others, count)
     return " ".join([WORDS[which]] * (count - others) + [WORDS[1 - which]] * others)
 

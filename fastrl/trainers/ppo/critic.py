@@ -1,4 +1,4 @@
-"""A critic of its own beside the policy: its model, optimizer and gradient."""
+"""A critic that is a separate model beside the policy: the model, its optimizer and gradient."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
         critic: the argument ``critic`` of ``PPOTrainer``.
 
     Raises:
-        TypeError: neither a path nor a model that can be a critic.
+        TypeError: neither a path nor a model of transformers or PEFT.
+        FileNotFoundError: a path without a model.
         ValueError: two critics; an advantage that needs no values; an encoder–decoder as policy; a
-            model that shares trained weights with the policy, that cannot be a critic, or with
+            model that shares trained weights with the policy, that :class:`Critic` refuses, or with
             fewer tokens than the tokenizer has.
     """
     if critic is not None and config.critic is not None:
@@ -152,7 +153,7 @@ class CriticLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last complete step; tensors are the critic's own, not copies, and
-        spread over processes as they are there."""
+        spread over processes where the critic is."""
         spread(self.unwrapped)
         return {
             "weights": trained_weights(self.unwrapped),
@@ -181,12 +182,8 @@ class CriticLearner:
         return {"ppo/critic/learning_rate": learning_rate_of(self.optimizer)}
 
     def gathered(self, *, keep: bool) -> dict[str, Tensor] | None:
-        """The classifier's weights, where they are spread over processes, all of which must call
-        this; else None.
-
-        Args:
-            keep: whether this process needs the weights.
-        """
+        """The classifier's weights by name, where they are spread over processes, else None. All
+        processes must call this; ``keep``: whether this one needs the weights."""
         weights = gathered_state_dict(self.unwrapped, keep=keep)
         prefix = "pretrained_model."
         return None if weights is None else {k.removeprefix(prefix): x for k, x in weights.items()}
@@ -194,8 +191,8 @@ class CriticLearner:
     def save_pretrained(
         self, folder: str | Path, state_dict: dict[str, Tensor] | None, tokenizer: Any
     ) -> None:
-        """Saves the critic in a model's folder, with the tokenizer, so that it can be loaded as a
-        reward.
+        """Saves the critic, with the tokenizer, in the subfolder ``critic`` of a model's folder, so
+        that it can be loaded as a reward.
 
         Args:
             state_dict: what :meth:`gathered` returned.

@@ -16,22 +16,15 @@ from fastrl.samples import Samples
 
 
 class SampleLedger:
-    """Keeps a row for each sample.
-
-    Args:
-        temperature: that of the policy.
-    """
+    """Keeps a row for each sample of a policy that samples at ``temperature``."""
 
     def __init__(self, ledger: Ledger, temperature: float):
         self.ledger, self.temperature = ledger, temperature
 
     @contextlib.contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Context of a run whose first step is ``step``; at its end all rows are written.
-
-        Raises:
-            ValueError: the ledger has later steps.
-        """
+        """Context of a run whose first step is ``step``; at its end all rows are written. Raises
+        ValueError if the ledger has that step or later ones."""
         self.ledger.check(step)
         try:
             yield
@@ -41,11 +34,8 @@ class SampleLedger:
     def add(
         self, step: int, samples: Samples, weights_version: int, experience: LastExperience
     ) -> dict[str, float]:
-        """Adds the samples of a step, of all processes; returns statistics.
-
-        Args:
-            weights_version: optimizer steps taken before the rollout.
-        """
+        """Adds all processes' samples of a step, drawn after ``weights_version`` optimizer steps;
+        returns the seconds that this took, as "time/ledger"."""
         begin = time.perf_counter()
         columns = ledger_columns(
             samples,
@@ -64,17 +54,17 @@ def open_ledger(
     generation_kwargs: Mapping[str, Any],
     code: Mapping[str, str],
 ) -> SampleLedger | None:
-    """The ledger that a run keeps.
+    """The ledger that a run keeps; None without one.
 
     Args:
         asked: the argument ``ledger`` of ``PPOTrainer.train``.
-        folder: the folder for ``asked=True``, in the run's output; None without one.
+        folder: the folder for ``asked=True``, in the run's output; None without output.
         config, generation_kwargs, code: the run's settings, which the ledger notes as far as
             samples depend on them.
     """
-    place = folder if asked is True else asked or None
-    if place is None:
+    target = folder if asked is True else asked or None
+    if target is None:
         return None
-    ledger = place if isinstance(place, Ledger) else Ledger(place)
+    ledger = target if isinstance(target, Ledger) else Ledger(target)
     note_settings(ledger, config.to_dict(), generation_kwargs, code)
     return SampleLedger(ledger, config.temperature)

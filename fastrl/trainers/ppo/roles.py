@@ -1,4 +1,4 @@
-"""Protocols: a PPOTrainer as its loop sees it, and both as what saves them does."""
+"""Protocols: what the loop needs of a PPOTrainer, and what saving needs of trainer and loop."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Resumable(Protocol):
 
     @property
     def steps_begun(self) -> int:
-        """Counts the steps that all optimizers have begun."""
+        """The sum of the optimizer steps of policy and critic."""
 
     def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """All state that later steps depend on, a tree for a checkpoint."""
+        """All state that later steps depend on, see :meth:`fastrl.PPOTrainer.state_dict`."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a :meth:`state_dict`."""
@@ -60,7 +60,7 @@ class Stepping(Resumable, Protocol):
 
     @property
     def own_code(self) -> dict[str, str]:
-        """Hashes of users' functions that it learns by: losses and advantages."""
+        """Hashes of the users' functions that the trainer learns by: losses and advantages."""
 
     @property
     def weights_version(self) -> int:
@@ -76,7 +76,7 @@ class Stepping(Resumable, Protocol):
         responses: Sequence[Tensor],
         masks: Sequence[Tensor] | None = None,
     ) -> float:
-        """Mean KL to the reference, in nats per response."""
+        """Mean KL to the reference, over the tokens in ``masks``, in nats per response."""
 
 
 class Run(Protocol):
@@ -94,11 +94,7 @@ class Run(Protocol):
         """The number of the last step."""
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Checks that the loop can go on from a state.
-
-        Raises:
-            BadCheckpoint: the checkpoint is of a run on other prompts.
-        """
+        """Raises BadCheckpoint for the state of a run on other prompts."""
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's state, without the trainer's."""

@@ -149,10 +149,7 @@ def _check_types(
 
 def schedule_of(schedule: Any, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """The learning rate's schedule: ``schedule``, or what it makes of the optimizer, if callable.
-
-    Raises:
-        TypeError: a schedule whose step needs a metric.
-    """
+    Raises TypeError for a schedule whose step needs a metric, or that is no ``LRScheduler``."""
     is_made = schedule is None or isinstance(schedule, LRScheduler)
     made = schedule if is_made else schedule(optimizer)
     if isinstance(made, ReduceLROnPlateau) or not isinstance(made, LRScheduler | None):
@@ -177,8 +174,8 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     """Makes an Accelerator with the configured devices, precision and trackers.
 
     Raises:
-        ValueError, ImportError: a keyword argument that accelerate's class does not take; see
-            :func:`launched_accelerator` and ``check_trackers``.
+        ValueError, ImportError: a keyword argument that accelerate's class does not take; FSDP1;
+            see :func:`launched_accelerator` and ``check_trackers``.
     """
     for name, kind in (
         ("project_kwargs", ProjectConfiguration),
@@ -220,7 +217,9 @@ def prepared(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any
 ) -> tuple[Any, ...]:
     """Model, optimizer, and others (a dataloader and a scheduler, or None) wrapped by accelerate,
-    but without DDP in a single process (``torchrun --nproc-per-node 1``)."""
+    but without DDP in a single process (``torchrun --nproc-per-node 1``). With FSDP2 it raises
+    ValueError for four-bit weights, or for layers shared with the reference that only one process
+    loads."""
     if accelerator.is_fsdp2:
         refuse_quantised(model, "a model that FSDP spreads", WITHOUT_FSDP)
         if getattr(model, "trunk", None) is not None and loads_once(accelerator):
@@ -242,8 +241,8 @@ def prepared(
 
 @torch.no_grad()
 def share_new_weights(processes: Processes, *models: nn.Module | None) -> None:
-    """Gives each process the main one's weights of new modules, value heads and trained adapters,
-    so that scripts need no seed. A reference that is copied from the policy is then the same
+    """Gives each process the main process's value heads and trained adapters, so that scripts need
+    no seed where these are new. A reference that is copied from the policy is then the same
     everywhere; DDP does this later, and for the policy alone. Other weights are loaded from files;
     where they differ an error follows.
     """
@@ -282,7 +281,7 @@ def loads_once(accelerator: Accelerator) -> bool:
 
 
 def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
-    """The dtype of the lowest precision in which forwards compute."""
+    """The dtype of the lowest precision in which forward passes compute."""
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | compute_dtypes(model)
     dtypes |= {autocast[x] for x in [accelerator.mixed_precision] if x in autocast}

@@ -67,7 +67,7 @@ class TrainerState:
     checksums are: a run resumes with a trainer that is made from the same model.
 
     Args:
-        policy: the policy without wrappers.
+        policy: the policy before accelerate wrapped it.
 
     Attributes:
         step: the number of complete steps.
@@ -158,7 +158,7 @@ class TrainerState:
 
     @cached_property
     def own_code(self) -> dict[str, str]:
-        """Hashes of users' losses and advantages, as they were when this object was made."""
+        """Hashes of users' losses and advantages, as they were when this was first read."""
         return identities_of(own_functions(self.config.policy_loss, self.config.advantage))
 
     @property
