@@ -43,7 +43,7 @@ class Fault:
     """An exception in a user's function, or in its file.
 
     Attributes:
-        where: the user's frames, as in a traceback; "" if the call itself failed.
+        where: the user's frames, as in a traceback; "" if there are none.
         message: one line: the function, the exception's type and message, and its line.
     """
 

@@ -42,7 +42,7 @@ class FiniteSteps:
             where checkpoints are).
 
     Attributes:
-        warns: warn of the first step that is left out; False where the loss itself warns.
+        warns: whether to warn of the first step that is left out; False if the loss itself warns.
     """
 
     def __init__(self, on_nonfinite: str, accelerator: Accelerator):

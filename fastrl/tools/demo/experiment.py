@@ -1,7 +1,7 @@
 """``fastrl demo``: SFT, a reward model and PPO, on film reviews from a grammar.
 
 Text, tokenizer and models are made from a seed. :func:`failures` decides whether PPO has succeeded.
-Models and prompts of all stages stay in the output folder, where the other commands can use them.
+Models of all stages and PPO's prompts stay in the output folder, where other commands can use them.
 """
 
 from __future__ import annotations

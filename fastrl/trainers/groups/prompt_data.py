@@ -169,6 +169,7 @@ class PromptRoom:
             )
 
     def _exceeded(self, tokens: int) -> str | None:
+        """The limit, in words, that a prompt of so many tokens exceeds; None: it fits."""
         most, whole = self._most_of_a_pass, tokens + (self._most or 1)
         if most is not None and whole > most:
             return f"micro_batch_tokens of {most}"

@@ -67,6 +67,7 @@ class _GenerationWalk(LoopWalk):
         return samples, {}, {}
 
     def _recorded(self, prompts: Samples, rows: Sequence[dict[str, Any]]) -> Samples:
+        """The ledger's rows as the judged samples of ``prompts``."""
         rollout = recorded_rollout(rows, self.trainer.temperature)
         texts = [row["completion"] for row in rows]
 
@@ -95,6 +96,7 @@ class _GenerationWalk(LoopWalk):
         )
 
     def _draw(self, rows: list[dict[str, Any]], size: int) -> None:
+        """Draws the responses of ``rows`` again, in groups of ``size``, and compares the two."""
         trainer, respond = self.trainer, self.collector.respond
         room = {"slots": rows[0]["slots"], "length": rows[0]["slot_length"]}
         trainer._rollouts.backend.reserve({"policy": room} if room["slots"] else {})

@@ -171,6 +171,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return args
 
     def _with_keywords(self, args: Any, settings: dict[str, Any]) -> Any:
+        """``args`` as a ``config_class``, changed by settings that are keywords of the trainer."""
         kind = self.config_class
         names = {field.name for field in dataclasses.fields(kind)} | set(eras_of(kind))
         for name in settings.keys() - names:
@@ -263,6 +264,7 @@ class PreferenceTrainer(SupervisedTrainer):
         )
 
     def _precompute_all(self) -> None:
+        """Adds the reference's log-probs to the data sets of training and evaluation."""
         self.train_dataset = self._with_ref_logprobs(self.train_dataset, True)
         held_out = self.eval_dataset
         if isinstance(held_out, dict):
@@ -414,6 +416,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return output
 
     def _taken(self, mode: str, prefix: str) -> dict[str, float]:
+        """The metrics since the last call, with a prefix to their names."""
         taken = self._metrics[mode].take(self.processes)
         return {f"{prefix}{name}": x for name, x in taken.items() if x is not None}
 

@@ -110,6 +110,7 @@ def warn_of_a_single_response(config: PPOConfig) -> None:
 
 
 def _without_values(model: Any) -> Any:
+    """A plain causal language model as a policy without values; any other model unchanged."""
     plain = isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")
     two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return CausalLMPolicy(model) if plain and not two else model

@@ -223,6 +223,7 @@ class TrainerState:
         return self.config.sync_ref_every > 0
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises BadCheckpoint for a state from which this trainer cannot go on."""
         missing = [x for x in ("identity", "policy", "optimizer", "random") if x not in state]
         if missing:
             raise BadCheckpoint(
