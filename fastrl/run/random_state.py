@@ -32,7 +32,9 @@ def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
     """Context in which torch draws from a seed, on the host and one device, whose generators are
     afterwards in their earlier states."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds all devices, too
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed(seed)
         yield
 
 

@@ -65,21 +65,23 @@ def test_pairs_become_rows_with_labels() -> None:
 def test_parser_reads_file_then_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class Own:
+        parts: list[str]
         name: str = field(default="none")
         count: int = 1
 
     monkeypatch.setenv("OF_THE_FILE", "")
     path = tmp_path / "config.yaml"
     path.write_text(
-        "env: {OF_THE_FILE: 7}\nname: file\ncount: 2\noutput_dir: out\nmax_seq_length: 9\n"
-        "use_cpu: true\nreport_to: none\n"
+        "env: {OF_THE_FILE: 7}\nparts: [one, two]\nname: file\ncount: 2\noutput_dir: out\n"
+        "max_seq_length: 9\nuse_cpu: true\nreport_to: none\n"
     )
     parser = fastrl.TrlParser((Own, fastrl.SFTConfig))
     with pytest.warns(UserWarning, match="max_seq_length=9"):
         own, args = parser.parse_args_and_config(["--config", str(path), "--count", "5"])
+    assert own.parts == ["one", "two"]
     assert (own.name, own.count, args.max_length, args.use_cpu) == ("file", 5, 9, True)
     assert os.environ["OF_THE_FILE"] == "7"
-    path.write_text("nothing_reads: 1\n")
+    path.write_text("nothing_reads: 1\nparts: [one]\n")
     with pytest.raises(ValueError, match="settings that nothing reads: --nothing_reads 1"):
         fastrl.TrlParser(Own).parse_args_and_config(["--config", str(path)])
     own, rest = fastrl.TrlParser(Own).parse_args_and_config(

@@ -394,6 +394,22 @@ def test_a_dpo_loss_of_a_subclass_is_learned_from(tmp_path: Path) -> None:
                 torch.testing.assert_close(ours[name], x, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_dpo_loss_is_computed_of_any_log_probs(loss_type: str, tmp_path: Path) -> None:
+    args = fastrl.DPOConfig(str(tmp_path), loss_type=loss_type, beta=0.5, use_cpu=True)
+    policy, data = tiny_models.language_model(), Dataset.from_list(PAIRS)
+    trainer = fastrl.DPOTrainer(policy, None, args, None, data, processing_class=tiny.tokenizer())
+    logps = [torch.tensor([x, 2 * x]) for x in (-1.0, -2.0, -1.5, -1.0)]
+    if loss_type == "ipo":  # of means over the completions' tokens
+        with pytest.raises(ValueError, match="'ipo' reads the completions' lengths"):
+            trainer.dpo_loss(*logps)
+        return
+    losses, chosen, rejected = trainer.dpo_loss(*logps)
+    assert chosen.tolist() == [0.25, 0.5]
+    assert rejected.tolist() == [-0.5, -1.0]
+    torch.testing.assert_close(losses, -torch.tensor([0.75, 1.5]).sigmoid().log())
+
+
 def stepped(mixin: Any, **settings: Any) -> dict[str, Tensor]:
     kind = type("Own", (mixin, fastrl.PPOTrainer), {"__module__": "program"})
     config = fastrl.PPOConfig(batch_size=2, ppo_epochs=2, learning_rate=1e-2, **settings)

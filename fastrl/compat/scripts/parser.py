@@ -102,7 +102,12 @@ def _required(kinds: Sequence[Any], config: dict[str, Any]) -> list[str]:
         for x in dataclasses.fields(kind)
         if x.default is x.default_factory is dataclasses.MISSING
     ]
-    return [x for name in needed if name in config for x in (f"--{name}", str(config[name]))]
+    flags = []
+    for name in needed:
+        if name in config:
+            value = config[name]
+            flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return flags
 
 
 def _taken_from(words: list[str]) -> dict[str, Any]:

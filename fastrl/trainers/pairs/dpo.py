@@ -59,6 +59,7 @@ class DPOTrainer(PreferenceTrainer):
     example: ClassVar[str] = "pair"
     id_columns = OF_A_PAIR
     method = DPO
+    _lengths: Any = None  # of the completions that a subclass's dpo_loss gets
 
     def own_code(self) -> dict[str, Any]:
         rows = self.args.pair_losses.items()
@@ -96,6 +97,7 @@ class DPOTrainer(PreferenceTrainer):
             self._lengths = sides[0].tokens, sides[1].tokens
             columns = [column for i in (0, 2) for column in (sides[0][i], sides[1][i])]
             losses = self.dpo_loss(*columns)[0]
+            self._lengths = None
         else:
             losses = self._losses(sides, logprobs, completions.mask)
         if args.use_weighting:
@@ -129,22 +131,29 @@ class DPOTrainer(PreferenceTrainer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The losses of pairs, and the rewards β·(log π - log ref) of both sides, [B] each: TRL's
         method until 0.26. Where a subclass overrides it, training minimises its losses. Only then
-        are the lengths of a batch's completions known, which losses may read.
+        are the lengths of a batch's completions known, which some losses read.
 
         Args:
             chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps: Σ log π and Σ log
                 ref of the completions, [B] fp32.
 
         Raises:
-            ValueError: a loss that reads tokens.
+            ValueError: a loss that reads tokens, or their number outside of training.
         """
         if of_tokens := [x for x in self.args.loss_type if x not in self.args.pair_losses]:
             raise ValueError(
                 f"loss_type={of_tokens[0]!r} reads tokens: leave it out beside a dpo_loss"
             )
+        rows = self.args.pair_losses.items()
+        means = [x for x, (row, fixed) in rows if (row.defaults | fixed).get("length_means")]
+        if self._lengths is None and means:
+            raise ValueError(
+                f"loss_type={means[0]!r} reads the completions' lengths, which dpo_loss has in "
+                "training alone: choose another loss_type"
+            )
         columns = (
             (chosen_logps, rejected_logps),
-            self._lengths,
+            self._lengths or (None, None),
             (ref_chosen_logps, ref_rejected_logps),
         )
         sides = tuple(Side(*each) for each in zip(*columns, strict=True))
