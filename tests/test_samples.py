@@ -1,8 +1,8 @@
-"""Samples: every column goes where its samples go, or is named as dropped."""
+"""What holds samples: every column goes where its samples go, or is named as dropped."""
 
-import dataclasses
 import threading
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 import pytest
@@ -10,10 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastrl.data import token_batch
+from fastrl.data.token_batch import EncodedBatch, TokenBatch, known_columns
+from fastrl.learn.experience import TOKENS, Experience
 from fastrl.run.processes import OneProcess
 from fastrl.samples import COLUMNS, TOKEN, Room, Samples, ToolCalls
 
-FACTS = {"seed", "room", "temperature", "stats", "of_batch", "generated"}  # of a whole batch
+FACTS = {  # of a whole batch
+    Samples: {"seed", "room", "temperature", "stats", "of_batch", "generated"},
+    TokenBatch: {"left_padded", "padding", "boundaries"},
+    EncodedBatch: {"left_padded", "padding", "boundaries"},
+    Experience: {"tokens", "kl_coef"},
+}
 FILLED = {"masks", "tool_calls", "weights"}  # where a part of a join lacks them
 HINTS = get_type_hints(Samples)
 
@@ -58,8 +66,78 @@ def plain(x: Any) -> Any:
     return [plain(y) for y in x] if isinstance(x, list) else x
 
 
-def rows(samples: Samples) -> list[dict[str, Any]]:
+def batch_of(
+    names: set[str], lengths: list[int], kind: type[TokenBatch] = TokenBatch, left: bool = False
+) -> TokenBatch:
+    """A batch with columns of padding in all of its rows; columns that may be unknown are where
+    they have no name."""
+    queries = [1 + i % 3 for i in range(len(lengths))]
+    read = [2 + i % 4 for i in range(len(lengths))]
+    known: dict[str, Any] = {
+        "query_lengths": queries,
+        "response_lengths": lengths,
+        "encoder_lengths": read,
+    }
+    columns = dict[str, Any]()
+    for salt, each in enumerate(fields(kind)):
+        if each.name in ("position_ids", "experts") and each.name not in names:
+            columns[each.name] = None
+        elif each.metadata == token_batch.LIST:
+            numbers = [f"{each.name} {i}" for i in range(len(lengths))]
+            columns[each.name] = known.get(each.name, numbers)
+        elif each.metadata:
+            encoded = each.metadata == token_batch.ENCODED
+            total = read if encoded else list(map(sum, zip(queries, lengths, strict=True)))
+            less = each.metadata in (token_batch.PREDICTIONS, token_batch.ON_HOST)
+            column = torch.zeros(len(lengths), max(total) + 2 - less, dtype=torch.long)
+            for i, (row, n, q) in enumerate(zip(column, total, queries, strict=True)):
+                place = row[len(row) - n + less :] if left and not encoded else row[: n - less]
+                numbered = torch.arange(n - less) + 100 * i + 1000 * salt
+                counts = (torch.arange(n - less) >= q - 1) & (torch.arange(n - less) % 3 != i)
+                place.copy_(counts if "mask" in each.name and less else numbered)
+            columns[each.name] = column.bool() if "mask" in each.name and less else column
+    return kind(**columns, left_padded=left)
+
+
+def experience_of(names: set[str], lengths: list[int]) -> Experience:
+    """With columns of tokens [B, T-1]."""
+    tokens, columns = batch_of(names, lengths), dict[str, Any]()
+    for salt, each in enumerate(fields(Experience)):
+        if each.metadata and each.name in names | {"advantages"}:
+            shape = tokens.mask.shape if each.metadata == TOKENS else (len(lengths),)
+            numbers = torch.arange(float(torch.Size(shape).numel())) + 1000 * salt
+            columns[each.name] = numbers.view(shape)
+    return Experience(tokens=tokens, kl_coef=0.5, **columns)
+
+
+def rows_of_batch(batch: TokenBatch) -> list[dict[str, Any]]:
+    def of_row(column: Any, kind: str, i: int) -> Any:
+        if kind == token_batch.LIST["kind"]:
+            return column[i]
+        if kind == token_batch.ENCODED["kind"]:
+            return column[i, : batch.prompt_lengths[i]]
+        n = batch.lengths[i] - (kind != token_batch.POSITIONS["kind"])
+        return column[i, column.shape[1] - n :] if batch.left_padded else column[i, :n]
+
+    known = list(known_columns(batch))
+    return [{name: plain(of_row(x, kind, i)) for name, x, kind in known} for i in range(len(batch))]
+
+
+def rows_of_experience(experience: Experience) -> list[dict[str, Any]]:
+    counts, found = experience.counts.tolist(), rows_of_batch(experience.tokens)
+    for name, x, kind in known_columns(experience):
+        each = x.split(counts) if kind == TOKENS["kind"] else x
+        for row, of_row in zip(found, each, strict=True):
+            row[name] = plain(of_row)
+    return found
+
+
+def rows(samples: Any) -> list[dict[str, Any]]:
     """Each sample by itself: what the columns say of it."""
+    if isinstance(samples, TokenBatch):
+        return rows_of_batch(samples)
+    if isinstance(samples, Experience):
+        return rows_of_experience(samples)
     known = samples.known()
 
     def pick(column: Any, i: int) -> Any:
@@ -71,29 +149,72 @@ def rows(samples: Samples) -> list[dict[str, Any]]:
 
 
 NAMES = st.sets(st.sampled_from(sorted(COLUMNS)))
+MADE: dict[str, Callable[[set[str], list[int]], Any]] = {
+    "samples": some,
+    "batch": batch_of,
+    "left-padded batch": lambda names, lengths: batch_of(names, lengths, left=True),
+    "encoded batch": lambda names, lengths: batch_of(names, lengths, EncodedBatch),
+    "experience": lambda names, lengths: experience_of(names, lengths).counted(),
+}
 LENGTHS = st.lists(st.integers(0, 4), min_size=1, max_size=5)
 
 
-def test_a_field_is_a_column_or_a_fact_of_the_batch() -> None:
-    assert {each.name for each in dataclasses.fields(Samples)} == {*COLUMNS, *FACTS}
+@pytest.mark.parametrize("kind", FACTS)
+def test_a_field_is_a_column_or_a_fact_of_the_batch(kind: type) -> None:
+    assert {each.name for each in fields(kind) if not each.metadata} == FACTS[kind]
+
+
+@pytest.mark.parametrize("kind", MADE)
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.data())
+def test_some_of_them(kind: str, lengths: list[int], data: Any) -> None:
+    whole = MADE[kind](set(), lengths)
+    columns = {each.name for x in (whole, TokenBatch) for each in fields(x) if each.metadata}
+    samples = MADE[kind](data.draw(st.sets(st.sampled_from(sorted(columns)))), lengths)
+    places = st.integers(0, len(lengths) - 1)
+    order = data.draw(st.lists(places, min_size=kind != "samples", max_size=6))
+    part, every = samples.select(order), rows(samples)
+    assert rows(part) == [every[i] for i in order]
+    for each in fields(samples):
+        known = getattr(samples, each.name) is not None
+        assert (getattr(part, each.name) is not None) == known, each.name
+    for name in FACTS[type(samples)] - {"tokens"}:
+        assert getattr(part, name) == getattr(samples, name)
+    if isinstance(samples, TokenBatch):  # without padding that none of them needs
+        assert part.input_ids.shape[1] == max(part.lengths)
+        assert part.mask.shape[1] == max(part.lengths) - 1
 
 
 @settings(max_examples=60, deadline=None)
 @given(NAMES, LENGTHS, st.data())
-def test_some_of_the_samples_and_parts_of_them(
-    names: set[str], lengths: list[int], data: Any
-) -> None:
-    samples = some(names, lengths)
-    order = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=6))
-    every = rows(samples)
-    assert rows(samples.select(order)) == [every[i] for i in order]
-    assert samples.select(order).known().keys() == samples.known().keys()
+def test_parts_one_after_the_other(names: set[str], lengths: list[int], data: Any) -> None:
+    samples, every = some(names, lengths), rows(some(names, lengths))
     cut = data.draw(st.integers(0, len(lengths)))
     parts = samples.split([cut, len(lengths) - cut])
     assert [row for part in parts for row in rows(part)] == every
     assert samples.without("texts").known().keys() == samples.known().keys() - {"texts"}
-    for part in (samples.select(order), *parts):
+    for part in parts:
         assert (part.seed, part.room, part.temperature) == (5, Room(2, 3), 0.5)
+
+
+@pytest.mark.parametrize("kind", [TokenBatch, EncodedBatch])
+def test_a_batch_moves_to_a_device_but_for_what_the_host_reads(kind: type[TokenBatch]) -> None:
+    moved = batch_of({"position_ids", "experts"}, [2, 1], kind).to(torch.device("meta"))
+    for name, column, of_column in known_columns(moved):
+        if of_column != token_batch.LIST["kind"]:
+            device = "cpu" if of_column == token_batch.ON_HOST["kind"] else "meta"
+            assert column.device.type == device, name
+    assert moved.response_mask.tolist() == batch_of(set(), [2, 1], kind).response_mask.tolist()
+
+
+def test_an_update_reads_the_tokens_that_count() -> None:
+    every = {each.name for each in fields(Experience)}
+    whole = experience_of(every, [3, 0, 4])
+    known, mask = whole.counted(), whole.tokens.response_mask
+    for name, column, kind in known_columns(whole):
+        expected = column[mask] if kind == TOKENS["kind"] else column
+        assert torch.equal(getattr(known, name), expected), name
+    assert {name for name, *_ in known_columns(known)} == every - FACTS[Experience]
 
 
 @pytest.mark.parametrize("order", [[True, False], torch.tensor([True, False]), slice(1)], ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -78,30 +78,45 @@ class TrunkActivations(Protocol):
         """
 
 
+# What a column is; which part of it some samples have follows from it.
+POSITIONS = {"kind": "[B, T]"}
+PREDICTIONS = {"kind": "[B, T-1]"}
+ON_HOST = {"kind": "[B, T-1] on the CPU"}
+ENCODED = {"kind": "[B, S]"}
+LIST = {"kind": "an element for each sample"}
+
+
+def known_columns(record: Any) -> Iterator[tuple[str, Any, str]]:
+    """The columns of a dataclass that are not None: name, column and kind."""
+    for name, each in record.__dataclass_fields__.items():
+        column = getattr(record, name)
+        if each.metadata and column is not None:
+            yield name, column, each.metadata["kind"]
+
+
 @dataclass(frozen=True)
 class TokenBatch:
-    """Queries and responses, padded to [B, T].
+    """Queries and responses, padded to [B, T]. A column that is not known is None.
 
     Per-token quantities have shape [B, T-1]: position t belongs to the token at t+1. A response's
     first token has position len(query)-1, counted from its row's first token.
     """
 
-    input_ids: Tensor  # [B, T] int64
-    attention_mask: Tensor  # [B, T] int64
-    position_ids: Tensor | None  # [B, T] int64; None where positions simply count columns
-    mask: Tensor  # [B, T-1] bool, True where a response token counts
-    response_mask: Tensor  # mask on the CPU
-    query_lengths: list[int]
-    response_lengths: list[int]
+    input_ids: Tensor = field(metadata=POSITIONS)  # int64
+    attention_mask: Tensor = field(metadata=POSITIONS)  # int64
+    position_ids: Tensor | None = field(metadata=POSITIONS)  # int64; None: positions count columns
+    mask: Tensor = field(metadata=PREDICTIONS)  # bool, True where a response token counts
+    response_mask: Tensor = field(metadata=ON_HOST)  # the same
+    query_lengths: list[int] = field(metadata=LIST)
+    response_lengths: list[int] = field(metadata=LIST)
     left_padded: bool
-    prompts: list[int]  # the number of each sample's prompt; equal prompts share it
+    prompts: list[int] = field(metadata=LIST)  # numbers of the prompts, equal ones of equal prompts
+    samples: Sequence[int] = field(metadata=LIST)  # their numbers in the batch that this is part of
     padding: Padding = field(default_factory=Padded)
-    # Activations of the layers shared with a reference model, and the samples' indices in them.
-    boundaries: TrunkActivations | None = None
-    samples: Sequence[int] = ()
+    boundaries: TrunkActivations | None = None  # of the layers shared with a reference model
     # The experts that routers chose for each sample's tokens, [≤ T, routers, k], None where not
     # known; None for a dense model.
-    experts: Sequence[Tensor | None] | None = None
+    experts: Sequence[Tensor | None] | None = field(default=None, metadata=LIST)
 
     @classmethod
     def from_padded(
@@ -136,6 +151,7 @@ class TokenBatch:
                 row[start : start + n]
                 for row, start, n in zip(input_ids, first.tolist(), query_lengths, strict=True)
             ),
+            samples=range(len(input_ids)),
         )
 
     def with_experts(self, experts: Sequence[Tensor | None] | None) -> Self:
@@ -222,14 +238,12 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> Self:
         """Moves the tensors to a device, but for ``response_mask``."""
-        moved: dict[str, Any] = {
-            name: to_device(getattr(self, name), device)
-            for name in ("input_ids", "attention_mask", "mask")
+        moved: Any = {
+            name: to_device(x, device)
+            for name, x, kind in known_columns(self)
+            if kind not in (ON_HOST["kind"], LIST["kind"])
         }
-        positions = self.position_ids
-        return replace(
-            self, **moved, position_ids=None if positions is None else to_device(positions, device)
-        )
+        return replace(self, **moved)
 
     def rows(self) -> Tensor:
         """Flat positions b·T + t of [B, T] that predict the response tokens, [N] on the batch's
@@ -271,20 +285,17 @@ class TokenBatch:
         shifted = slice(columns.start, columns.stop - 1)
         index = torch.as_tensor(list(indices))
         on_device = to_device(index, self.input_ids.device)
-        positions = self.position_ids
-        return replace(
-            self,
-            input_ids=self.input_ids[on_device, columns],
-            attention_mask=self.attention_mask[on_device, columns],
-            position_ids=None if positions is None else positions[on_device, columns],
-            mask=self.mask[on_device, shifted],
-            response_mask=self.response_mask[index, shifted],
-            query_lengths=[self.query_lengths[i] for i in indices],
-            response_lengths=[self.response_lengths[i] for i in indices],
-            prompts=[self.prompts[i] for i in indices],
-            samples=[self.samples[i] for i in indices] if self.boundaries is not None else (),
-            experts=None if self.experts is None else [self.experts[i] for i in indices],
-        )
+        cuts = {
+            POSITIONS["kind"]: (on_device, columns),
+            PREDICTIONS["kind"]: (on_device, shifted),
+            ON_HOST["kind"]: (index, shifted),
+            ENCODED["kind"]: (on_device, slice(max(self.prompt_lengths[i] for i in indices))),
+        }
+        some: Any = {
+            name: x[cuts[kind]] if kind in cuts else [x[i] for i in indices]
+            for name, x, kind in known_columns(self)
+        }
+        return replace(self, **some)
 
 
 @dataclass(frozen=True)
@@ -292,9 +303,9 @@ class EncodedBatch(TokenBatch):
     """A batch for an encoder–decoder: [B, T] is what the decoder reads, with its start token in
     place of the query; the encoder reads the queries."""
 
-    encoder_ids: Tensor = field(kw_only=True)  # [B, S] int64
-    encoder_mask: Tensor = field(kw_only=True)  # [B, S] int64
-    encoder_lengths: list[int] = field(kw_only=True)
+    encoder_ids: Tensor = field(kw_only=True, metadata=ENCODED)  # int64
+    encoder_mask: Tensor = field(kw_only=True, metadata=ENCODED)  # int64
+    encoder_lengths: list[int] = field(kw_only=True, metadata=LIST)
 
     @property
     def padded_inputs(self) -> dict[str, Any]:
@@ -315,23 +326,6 @@ class EncodedBatch(TokenBatch):
 
     def prompt(self, i: int) -> Tensor:
         return self.encoder_ids[i, : self.encoder_lengths[i]]
-
-    def to(self, device: torch.device) -> Self:
-        return replace(
-            super().to(device),
-            encoder_ids=to_device(self.encoder_ids, device),
-            encoder_mask=to_device(self.encoder_mask, device),
-        )
-
-    def select(self, indices: Sequence[int]) -> Self:
-        lengths = [self.encoder_lengths[i] for i in indices]
-        on_device = to_device(torch.as_tensor(list(indices)), self.encoder_ids.device)
-        return replace(
-            super().select(indices),
-            encoder_ids=self.encoder_ids[on_device, : max(lengths)],
-            encoder_mask=self.encoder_mask[on_device, : max(lengths)],
-            encoder_lengths=lengths,
-        )
 
 
 def _numbered(prompts: Iterable[Tensor]) -> list[int]:

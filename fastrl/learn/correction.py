@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.experience import Minibatch
+from fastrl.learn.experience import Experience
 from fastrl.models.host_memory import to_device
 from fastrl.samples import Samples
 from fastrl_kernels.policy_losses import at_tokens, sequence_sums
@@ -90,7 +90,7 @@ def sampler_weights(
     return at_tokens(weights, difference, lengths) if level == "sequence" else weights, stats
 
 
-def on_policy(part: Minibatch, logprobs: Tensor, most: float) -> Tensor:
+def on_policy(part: Experience, logprobs: Tensor, most: float) -> Tensor:
     """1 for tokens whose advantage is not negative, or whose response has a mean_t(log π_sampler -
     log π) of at most ``most`` nats, else 0, [N] (DeepSeek-V3.2, 2025).
 
@@ -99,10 +99,10 @@ def on_policy(part: Minibatch, logprobs: Tensor, most: float) -> Tensor:
         logprobs: [N], the policy's as it is now.
     """
     apart = part.differences(logprobs.detach())
-    if part.old.sampled is not None:
-        apart = logprobs.detach() - part.old.sampled
+    if part.sampled is not None:
+        apart = logprobs.detach() - part.sampled
     mean = part.means(-apart.nan_to_num(nan=0.0))
-    return ((part.old.advantages >= 0) | part.at_tokens(mean <= most)).float()
+    return ((part.advantages >= 0) | part.at_tokens(mean <= most)).float()
 
 
 def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

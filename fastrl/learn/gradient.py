@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.learn.engine import Engine
-from fastrl.learn.experience import Minibatch
+from fastrl.learn.experience import Experience
 from fastrl.learn.loss import MinibatchLoss, UpdateLoss, ValueLoss
 from fastrl.learn.memory import MicroBatches, PositionCount
 from fastrl.learn.nonfinite import NonFiniteNumbers
@@ -104,7 +104,7 @@ class GradientStep:
         self.positions = PositionCount()
 
     def __call__(
-        self, minibatches: Sequence[Minibatch], experience: Tensor | None = None
+        self, minibatches: Sequence[Experience], experience: Tensor | None = None
     ) -> StepOutcome:
         """Adds up the gradient of the mini-batches' mean loss, clipped. Raises FloatingPointError
         where a loss or the gradient is not finite, with ``on_nonfinite="raise"``.
@@ -171,7 +171,7 @@ class GradientStep:
         )
 
     def _gradient(
-        self, minibatches: Sequence[Minibatch], experience: Tensor | None = None
+        self, minibatches: Sequence[Experience], experience: Tensor | None = None
     ) -> Gradient:
         """Adds up all mini-batches' gradient, in parts that fit into memory; there is none yet."""
         largest = max((minibatch.size for minibatch in minibatches), default=1)
@@ -182,12 +182,12 @@ class GradientStep:
         self.learning.keep(self.engine.unwrapped)
         return self._read(losses, experience)
 
-    def _again(self, minibatches: Sequence[Minibatch]) -> Gradient:
+    def _again(self, minibatches: Sequence[Experience]) -> Gradient:
         """The gradient of some mini-batches, in place of the one in the weights' ``grad``."""
         self.engine.zero()
         return self._gradient(minibatches)
 
-    def _backward(self, minibatches: Sequence[Minibatch], limit: PassLimit) -> list[MinibatchLoss]:
+    def _backward(self, minibatches: Sequence[Experience], limit: PassLimit) -> list[MinibatchLoss]:
         """Forward and backward passes of this process's share of all mini-batches."""
         losses = []
         denominators = self.loss.denominators(minibatches)
@@ -203,7 +203,7 @@ class GradientStep:
                 with self.engine.accumulating(last):
                     scores = self.engine.model(**model_pass.inputs, scoring=request)
                     coef = self.learning.policy_coef
-                    part_loss = self.loss(part.old, request, scores, coef)
+                    part_loss = self.loss(part, request, scores, coef)
                     routing, router = model_pass.inputs.get("routing"), self.loss.router
                     if routing is not None and router is not None:
                         share = part.size / minibatch.size
@@ -211,16 +211,16 @@ class GradientStep:
                     results.append(part_loss)
                     loss = results[-1].loss
                     self.engine.add(loss if i < counts else loss * 0, len(minibatches))
-            joined = MinibatchLoss.joined(results[: counts or 1], local.old)
+            joined = MinibatchLoss.joined(results[: counts or 1], local)
             if self.engine.processes.count > 1:
-                joined = joined.share(local.old, minibatch.old, float(counts > 0))
+                joined = joined.share(local, minibatch, float(counts > 0))
             losses.append(joined)
         return losses
 
     @torch.no_grad()
-    def _with_chosen(self, parts: list[Minibatch], counts: int) -> list[Minibatch]:
-        """The parts, with ``old.chosen`` by one more forward pass of each where scores decide what
-        is learned.
+    def _with_chosen(self, parts: list[Experience], counts: int) -> list[Experience]:
+        """The parts, with ``chosen`` by one more forward pass of each where scores decide what is
+        learned.
 
         Args:
             counts: how many of the parts, the first ones, count.
@@ -244,8 +244,8 @@ class GradientStep:
         return self.loss.with_chosen(parts, scores, joined)
 
     def _share(
-        self, minibatch: Minibatch, limit: PassLimit
-    ) -> tuple[Minibatch, list[Minibatch], int]:
+        self, minibatch: Experience, limit: PassLimit
+    ) -> tuple[Experience, list[Experience], int]:
         """This process's part of a mini-batch, the parts of it that a forward runs at a time, and
         how many of these parts, the first, count. The others are a sample that is not learned from:
         all processes need as many forwards, because they wait for each other in them."""
@@ -260,7 +260,7 @@ class GradientStep:
         parts = share.split(limit) if chosen else []
         return share, parts + [minibatch.select([0])] * (passes - len(parts)), len(parts)
 
-    def _blame(self, minibatches: Sequence[Minibatch], what: str) -> Blame:
+    def _blame(self, minibatches: Sequence[Experience], what: str) -> Blame:
         """Handles mini-batches whose loss or gradient is not finite.
 
         Where samples are to be blamed, halving finds those whose own loss or gradient is not
@@ -268,7 +268,7 @@ class GradientStep:
         """
         if not minibatches:
             return Blame()
-        causes: list[Minibatch] = []  # each of one sample
+        causes: list[Experience] = []  # each of one sample
         left = list(minibatches) if self.nonfinite.searches else []
         while left:
             part = left.pop()
@@ -280,10 +280,10 @@ class GradientStep:
                 half = -(-part.size // 2)
                 left += [part.select(range(half)), part.select(range(half, part.size))]
         self.engine.zero()
-        causes.sort(key=lambda part: part.samples[0])
+        causes.sort(key=lambda part: part.tokens.samples[0])
         because = self.nonfinite.update(what, causes)
         alone = self.nonfinite.leaves_out_causes
-        return Blame(tuple(part.samples[0] for part in causes) if alone else (), because)
+        return Blame(tuple(part.tokens.samples[0] for part in causes) if alone else (), because)
 
     def _read(self, losses: Sequence[MinibatchLoss], experience: Tensor | None) -> Gradient:
         """Losses, mean ratios and policy KLs of mini-batches, and the gradient's norm, in one host
@@ -297,11 +297,11 @@ class GradientStep:
         return Gradient(list(losses), read[::3], read[1::3], read[2::3], norm_read, experience_read)
 
 
-def _without(minibatches: Sequence[Minibatch], samples: Sequence[int]) -> list[Minibatch]:
+def _without(minibatches: Sequence[Experience], samples: Sequence[int]) -> list[Experience]:
     """Mini-batches without some samples; a mini-batch of these samples alone is dropped."""
     kept = []
     for minibatch in minibatches:
-        places = [place for place, i in enumerate(minibatch.samples) if i not in samples]
+        places = [place for place, i in enumerate(minibatch.tokens.samples) if i not in samples]
         if places:
             kept.append(minibatch if len(places) == minibatch.size else minibatch.select(places))
     return kept

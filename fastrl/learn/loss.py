@@ -12,7 +12,7 @@ from torch import Tensor
 from fastrl.data.token_batch import ModelPass
 from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.correction import on_policy
-from fastrl.learn.experience import Experience, Minibatch
+from fastrl.learn.experience import Experience
 from fastrl.learn.objective import TokenLoss, TokenObjective
 from fastrl.learn.scorer import scoring_request
 from fastrl.models.host_memory import to_device
@@ -213,7 +213,7 @@ class UpdateLoss(TokenLoss):
             *(() if router is None else router.names),
         )
 
-    def denominators(self, minibatches: Sequence[Minibatch]) -> list[Tensor]:
+    def denominators(self, minibatches: Sequence[Experience]) -> list[Tensor]:
         """Denominators of the losses of an optimizer step's mini-batches, whose mean is the step's
         loss.
 
@@ -222,7 +222,7 @@ class UpdateLoss(TokenLoss):
         mean of S_j / (D / n), so that the step does not depend on the number of mini-batches.
         """
         lengths = [minibatch.counts for minibatch in minibatches]
-        weights = [minibatch.old.of_samples for minibatch in minibatches]
+        weights = [minibatch.of_samples for minibatch in minibatches]
         if self.per_step and len(minibatches) > 1:
             joined = None if weights[0] is None else torch.cat(weights)  # type: ignore[arg-type]
             whole = self.aggregate.denominator(torch.cat(lengths), joined)
@@ -238,10 +238,10 @@ class UpdateLoss(TokenLoss):
         return self.off_policy is not None or (self.top_entropy < 1 and not alone)
 
     def with_chosen(
-        self, parts: Sequence[Minibatch], scores: Sequence[TokenScores], every: Tensor
-    ) -> list[Minibatch]:
-        """Parts of a mini-batch with ``old.chosen``: 1 for tokens that are learned, which have the
-        highest entropies and are of responses that are not off the policy; else 0.
+        self, parts: Sequence[Experience], scores: Sequence[TokenScores], every: Tensor
+    ) -> list[Experience]:
+        """Parts of a mini-batch that know which of their tokens are learned: those of the highest
+        entropies, of responses that are not off the policy.
 
         Args:
             scores: of each part's tokens.
@@ -254,11 +254,11 @@ class UpdateLoss(TokenLoss):
             chosen = (scored.entropies >= least).to(scored.entropies.dtype)
             if self.off_policy is not None:
                 chosen = chosen * on_policy(part, scored.logprobs, self.off_policy)
-            marked.append(part._replace(old=replace(part.old, chosen=chosen)))
+            marked.append(replace(part, chosen=chosen))
         return marked
 
     def request(
-        self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
+        self, minibatch: Experience, model_pass: ModelPass, denominator: Tensor
     ) -> ScoringRequest:
         """Makes the request for the policy's part of the loss, log-probs and values."""
         return scoring_request(
@@ -267,7 +267,7 @@ class UpdateLoss(TokenLoss):
             temperature=self.temperature,
             entropy=True,
             values=self.values is not None,
-            objective=self.policy_objective(minibatch.old, minibatch.counts, denominator),
+            objective=self.policy_objective(minibatch, minibatch.counts, denominator),
         )
 
     def __call__(
@@ -344,7 +344,7 @@ class ValueLoss:
         return False
 
     def request(
-        self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
+        self, minibatch: Experience, model_pass: ModelPass, denominator: Tensor
     ) -> ScoringRequest:
         """Makes the request for values; only weights and denominator of its objective are read."""
         return self.policy.request(minibatch, model_pass, denominator)._replace(values=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.experience import Minibatch, Scored
+from fastrl.learn.experience import Experience
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
 
@@ -102,7 +102,7 @@ class NonFiniteNumbers:
         """Notes that scores that are not finite were warned of, so that :meth:`scores` is quiet."""
         self._warned.add("scores")
 
-    def experience(self, batch: TokenBatch, scored: Scored, rewards: Tensor) -> list[int]:
+    def experience(self, batch: TokenBatch, scored: Experience, rewards: Tensor) -> list[int]:
         """Indices of samples with log-probs, values or rewards that are not finite.
 
         Args:
@@ -147,7 +147,7 @@ class NonFiniteNumbers:
         their whole mini-batch or step."""
         return self._kind == "zero-sample"
 
-    def update(self, what: str, causes: Sequence[Minibatch] = ()) -> str:
+    def update(self, what: str, causes: Sequence[Experience] = ()) -> str:
         """Handles an optimizer step with a loss or gradient that is not finite, before it is taken.
 
         Args:
@@ -160,7 +160,7 @@ class NonFiniteNumbers:
         Raises:
             FloatingPointError: with "raise".
         """
-        named = [(each.samples[0], self._prompt(each.tokens, 0)) for each in causes[:3]]
+        named = [(each.tokens.samples[0], self._prompt(each.tokens, 0)) for each in causes[:3]]
         because = f", because of sample(s) {_shown(named, len(causes))}" if causes else ""
         if self._kind == "raise":
             raise FloatingPointError(

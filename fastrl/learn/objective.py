@@ -19,7 +19,7 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.correction import on_policy
-from fastrl.learn.experience import Experience, Minibatch, repeated_at_tokens
+from fastrl.learn.experience import Experience, repeated_at_tokens
 from fastrl.models.routing import Routing
 from fastrl.models.scoring import PolicyObjective, TokenScores, policy_loss_of
 from fastrl.registry import policy_loss, try_policy_loss
@@ -79,8 +79,8 @@ class Pass:
         routing: the forward's routing in a mixture of experts.
     """
 
-    part: Minibatch
-    whole: Minibatch
+    part: Experience
+    whole: Experience
     denominator: float
     counts: bool = True
     scores: TokenScores | None = None
@@ -109,7 +109,7 @@ class Pass:
         """All passes of a batch as one, whose tokens are in the batch's order."""
         if len(passes) == 1:
             return passes[0]
-        samples = [i for each in passes for i in each.part.samples]
+        samples = [i for each in passes for i in each.part.tokens.samples]
         lengths = torch.cat([each.part.tokens.response_mask.sum(-1) for each in passes])
         of_token = torch.tensor(samples).repeat_interleave(lengths)
         order = of_token.argsort(stable=True).to(passes[0].logprobs.device)
@@ -118,11 +118,11 @@ class Pass:
             for name in ("logprobs", "entropies")
         )
         losses = [each.loss.detach() for each in passes if each.loss is not None]
-        chosen, whole = [each.part.old.chosen for each in passes], passes[0].whole
+        chosen, whole = [each.part.chosen for each in passes], passes[0].whole
         known = [x for x in chosen if x is not None]
         every = torch.cat(known)[order] if len(known) == len(chosen) else None
         return Pass(
-            whole._replace(old=replace(whole.old, chosen=every)),
+            replace(whole, chosen=every),
             whole,
             passes[0].denominator,
             scores=TokenScores(logprobs, entropies, None, None),
@@ -220,7 +220,7 @@ class TokenLoss:
         assert old.logprobs is not None
         return old.logprobs - weights.clamp(min=_LEAST_WEIGHT).log(), None
 
-    def denominator(self, part: Minibatch, generated: float) -> float:
+    def denominator(self, part: Experience, generated: float) -> float:
         """D of a batch of responses.
 
         Args:
@@ -245,23 +245,21 @@ class TokenLoss:
             entropy_coef: c, as it is now.
             processes: the number of processes.
         """
-        part, denominator, count = given.part, given.denominator, len(given.whole.old.advantages)
-        is_same, kl = part.old.logprobs is None, part.old.kl
-        no_kl = is_same and part.old.sampled is None
+        part, denominator, count = given.part, given.denominator, len(given.whole.advantages)
+        is_same, kl = part.logprobs is None, part.kl
+        no_kl = is_same and part.sampled is None
         masks = self.off_policy is not None and not (no_kl and self.off_policy >= 0)
-        top = self.top_entropy < 1 and part.old.chosen is None
-        bonus = entropy_coef != 0 and (self.top_entropy < 1 or part.old.weights is not None)
+        top = self.top_entropy < 1 and part.chosen is None
+        bonus = entropy_coef != 0 and (self.top_entropy < 1 or part.weights is not None)
         several = top and processes > 1
-        if self.is_scaled or not len(part.old.advantages) or masks or bonus or several:
+        if self.is_scaled or not len(part.advantages) or masks or bonus or several:
             return None
         if kl is not None and self.corrects_kl:
             if not is_same:
                 return None
             kl = kl._replace(kind="k3+")  # the derivative of ρ·KL at ρ = 1 is log π - log π_ref
         coef = entropy_coef * denominator / count
-        objective = self.policy_objective(
-            part.old, part.counts, denominator, kl=kl, entropy_coef=coef
-        )
+        objective = self.policy_objective(part, part.counts, denominator, kl=kl, entropy_coef=coef)
         if is_same:  # a sequence's ratio is 1, too
             loss = objective.objective._replace(ratio_level="token")
             reads = loss.reads_sequences
@@ -271,7 +269,7 @@ class TokenLoss:
         return objective
 
     def of_logprobs(
-        self, part: Minibatch, logprobs: Tensor, chosen: Tensor | None, denominator: float
+        self, part: Experience, logprobs: Tensor, chosen: Tensor | None, denominator: float
     ) -> Tensor:
         """L of a part of a batch from its log-probs [N], without the entropies' bonus.
 
@@ -279,12 +277,12 @@ class TokenLoss:
             chosen: [N] 1 or 0, the tokens that ℓ is of; None: all.
         """
         options: Any = {"kl": None, "chosen": chosen, "entropy_coef": 0.0}
-        objective = self.policy_objective(part.old, part.counts, denominator, **options)
+        objective = self.policy_objective(part, part.counts, denominator, **options)
         loss, _ = policy_loss_of(logprobs, None, objective)
-        if part.old.kl is not None:
+        if part.kl is not None:
             kl, weights = self.kl(part, logprobs), objective.token_weights
             kl = kl if weights is None else kl * weights
-            loss = loss + part.old.kl.coef * kl.sum() / denominator
+            loss = loss + part.kl.coef * kl.sum() / denominator
         return loss
 
     def of_pass(
@@ -298,13 +296,13 @@ class TokenLoss:
         """
         part, scores = given.part, given.scores
         assert scores is not None
-        loss, chosen = scores.loss, part.old.chosen
+        loss, chosen = scores.loss, part.chosen
         is_fused = loss is not None
         if loss is None:
             if chosen is None and self.top_entropy < 1:
                 assert scores.entropies is not None
                 chosen = choose(scores.entropies)
-                part = part._replace(old=replace(part.old, chosen=chosen))
+                part = replace(part, chosen=chosen)
                 given.part = given.whole = part
             kept = chosen
             if self.off_policy is not None:
@@ -316,7 +314,7 @@ class TokenLoss:
             return loss
         assert scores.entropies is not None
         entropies = scores.entropies if chosen is None else scores.entropies * chosen
-        whole = given.whole.old
+        whole = given.whole
         count: Tensor | int = max(len(whole.advantages), 1)
         if whole.chosen is not None:
             count = whole.chosen.sum().clamp(min=1)
@@ -326,26 +324,26 @@ class TokenLoss:
         given.loss = loss + bonus.detach()  # the head's loss is less the bonus
         return loss
 
-    def kl(self, part: Minibatch, logprobs: Tensor) -> Tensor:
+    def kl(self, part: Experience, logprobs: Tensor) -> Tensor:
         """KL_t, [N]."""
-        assert part.old.kl is not None
-        kl = kl_value(logprobs - part.old.kl.ref_logprobs, part.old.kl.kind)
+        assert part.kl is not None
+        kl = kl_value(logprobs - part.kl.ref_logprobs, part.kl.kind)
         return kl * part.differences(logprobs).exp() if self.corrects_kl else kl
 
-    def ratios(self, part: Minibatch, logprobs: Tensor) -> Ratios:
+    def ratios(self, part: Experience, logprobs: Tensor) -> Ratios:
         """ρ_t = π(y_t)/π_old(y_t), or (GSPO) a response's geometric mean exp(mean_t log ρ_t), or
         (RLOO) its product Π_t ρ_t."""
         log_ratio, level = part.differences(logprobs), self.objective.loss.ratio_level
         if level == "token":
-            return Ratios(log_ratio.exp(), part.old.advantages, False)
+            return Ratios(log_ratio.exp(), part.advantages, False)
         units = (part.sums if level == "product" else part.means)(log_ratio).exp()
-        assert part.old.of_responses is not None
-        return Ratios(units, part.old.of_responses, True)
+        assert part.of_responses is not None
+        return Ratios(units, part.of_responses, True)
 
-    def gammas(self, part: Minibatch, logprobs: Tensor) -> Tensor:
+    def gammas(self, part: Experience, logprobs: Tensor) -> Tensor:
         """φ(w) of a loss whose ratio is that of a whole response, at each of its tokens, [N]."""
-        old, _ = self._beside_sampler(part.old)
+        old, _ = self._beside_sampler(part)
         log_ratio = logprobs - (logprobs if old is None else old)
-        every, advantages = torch.ones_like(log_ratio, dtype=torch.bool), part.old.advantages
+        every, advantages = torch.ones_like(log_ratio, dtype=torch.bool), part.advantages
         loss = self.objective.loss
         return log_gamma_weights(log_ratio, advantages, every, part.counts, loss).exp()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.experience import Scored
+from fastrl.learn.experience import Experience
 from fastrl.learn.scorer import Scorer
 from fastrl.models.host_memory import to_device
 from fastrl.samples import Samples
@@ -43,7 +43,7 @@ class OldLogprobs:
                 "old_logprobs to 'auto'"
             )
 
-    def __call__(self, batch: TokenBatch, samples: Samples) -> tuple[Scored, dict[str, float]]:
+    def __call__(self, batch: TokenBatch, samples: Samples) -> tuple[Experience, dict[str, float]]:
         """The scored batch, and statistics.
 
         Args:

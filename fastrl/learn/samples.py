@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-import fastrl_kernels
 from fastrl.data.batch import pad
 from fastrl.data.token_batch import Padded, Padding, TokenBatch
 from fastrl.learn.aggregate import Aggregate
-from fastrl.learn.experience import Experience, Minibatch
+from fastrl.learn.experience import Experience
 from fastrl.models.host_memory import to_device
 from fastrl.samples import Samples
 
@@ -54,7 +53,7 @@ def minibatch_of(
     device: torch.device,
     kl_coef: float,
     aggregate: Aggregate,
-) -> Minibatch:
+) -> Experience:
     """Samples with their tokens' log-probs, weights and advantages, on a device. All numbers are
     uploaded at once, beside the token ids.
 
@@ -73,16 +72,14 @@ def minibatch_of(
     tokens = token_batch(samples, pad_token, padding).to(device)
     total = sum(learned_counts(samples))
     advantages = of_samples.repeat_interleave(tokens.mask.sum(-1), output_size=total)
-    kl = None if ref_logprobs is None else fastrl_kernels.KLTerm(ref_logprobs, kl_coef, "k3")
-    experience = Experience(
-        old,
-        None,
-        advantages,
-        None,
-        kl,
+    return Experience(
+        tokens=tokens,
+        logprobs=old,
+        ref_logprobs=ref_logprobs,
+        kl_coef=None if ref_logprobs is None else kl_coef,
+        advantages=advantages,
         weights=aggregate.weights(tokens.mask.sum(-1)),
         sampler_weights=weights,
         sampled=sampled,
         of_responses=of_samples,
     )
-    return Minibatch(tokens, experience, range(len(samples)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data.token_batch import ModelPass, Padded, TokenBatch
-from fastrl.learn.experience import Scored
+from fastrl.learn.experience import Experience
 from fastrl.learn.kl import KLPenalty
 from fastrl.learn.memory import MicroBatches, PositionCount
 from fastrl.learn.ref_model import RefModel
@@ -66,7 +66,7 @@ class Scorer:
         batch: TokenBatch,
         known: tuple[Tensor, Tensor] | None = None,
         values: bool = True,
-    ) -> Scored:
+    ) -> Experience:
         """Scores a batch's response tokens by policy and reference, and by a critic.
 
         Args:
@@ -83,7 +83,8 @@ class Scorer:
         if known is not None:
             logprobs, of_policy = (batch.scatter(x, batch.rows()) for x in known)
             scored = {"logprobs": logprobs, "values": of_policy, **scored}
-        return Scored(**scored)
+        columns: Any = scored
+        return Experience(tokens=batch, **columns)
 
     def policy_scores(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and values by the policy alone, each [B, T-1]."""
@@ -92,7 +93,7 @@ class Scorer:
         return scored["logprobs"], scored["values"]
 
     def _score(self, part: TokenBatch, runs_policy: bool, values: bool) -> dict[str, Tensor]:
-        """Scores of a part's tokens, [N] each, by the names of :class:`Scored`."""
+        """Scores of a part's tokens, [N] each, by the names of :class:`Experience`."""
         model_pass, scored = part.model_pass, {}
         request = scoring_request(part, model_pass, temperature=self.temperature, values=values)
         if runs_policy:

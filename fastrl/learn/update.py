@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.experience import Experience, Minibatch
+from fastrl.learn.experience import Experience
 from fastrl.learn.gradient import GradientStep, StepOutcome
 from fastrl.learn.memory import Activations
 from fastrl.learn.nonfinite import NonFiniteExperience
@@ -173,10 +172,8 @@ class Update:
         self.gradient, self.epochs = gradient, epochs
         self.activations, self.critic = activations, critic
 
-    def __call__(
-        self, batch: TokenBatch, experience: Experience, learning: Learning = ALL_LEARNS
-    ) -> UpdateRecord:
-        """Learns from a batch and its experience; returns statistics.
+    def __call__(self, experience: Experience, learning: Learning = ALL_LEARNS) -> UpdateRecord:
+        """Learns from a batch's experience; returns statistics.
 
         Args:
             learning: what learns in this step.
@@ -196,12 +193,13 @@ class Update:
             names = self.critic.gradient.loss.names
             record.critic = UpdateRecord(names, left_out=record.left_out)
             learners = [*(learners if learning.policy_learns else []), (self.critic, record.critic)]
+        whole, counting = experience.counted(), set(experience.tokens.counting())
         unread: Tensor | None = (experience.logprobs + experience.returns).sum()
         models = [each.gradient.engine.unwrapped for each in self.learners]
         try:
             with self.activations(models):
-                for step in self.epochs.steps(set(batch.counting()), record.left_out):
-                    minibatches = [Minibatch.of(batch, experience, indices) for indices in step]
+                for step in self.epochs.steps(counting, record.left_out):
+                    minibatches = list(map(whole.select, step))
                     for learner, learner_record in learners:
                         outcome = learner.gradient(minibatches, unread)
                         if not outcome.finite_experience:

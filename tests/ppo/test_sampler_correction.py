@@ -235,7 +235,7 @@ def test_nothing_is_corrected_unless_it_is_asked_for():
     plain = moved_by(make_trainer(**settings), *batch)
     trainer = make_trainer(**settings)
     assert torch.equal(moved_by(trainer, *batch, rollout=rollout), plain)
-    assert trainer.experience.experience.sampler_weights is None
+    assert trainer.experience.sampler_weights is None
     asked = make_trainer(sampler_correction="token-truncate", **settings)
     assert not torch.equal(moved_by(asked, *batch, rollout=rollout), plain)
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 import fastrl_kernels
 from fastrl import GRPOConfig
 from fastrl.data.token_batch import Padded
-from fastrl.learn.experience import Minibatch
+from fastrl.learn.experience import Experience
 from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.learn.samples import minibatch_of
 from fastrl.samples import Samples
@@ -72,7 +72,7 @@ class Batch:
         every = (hidden @ weight.t()).log_softmax(-1)
         return every.gather(1, self.labels[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
-    def part(self, args: GRPOConfig) -> Minibatch:
+    def part(self, args: GRPOConfig) -> Experience:
         def each(x: Tensor | None) -> Any:
             return None if x is None else list(x.split(COUNTS))
 

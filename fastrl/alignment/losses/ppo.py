@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from fastrl.alignment.losses.base import Loss, LossOutput, register
 from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.learn.engine import Engine
-from fastrl.learn.experience import Experience, Minibatch
+from fastrl.learn.experience import Experience
 from fastrl.learn.kl import make_kl_penalty
 from fastrl.learn.loss import UpdateLoss
 from fastrl.learn.ref_model.none import NoRefModel
@@ -131,7 +131,6 @@ class PPO(Loss):
         every epoch."""
         batch = batch.whole
         experience = self._experience(batch, policy, reference)
-        assert batch.tokens is not None
         size = batch.size // self.mini_batches
         for epoch in range(self.epochs):
             draws = torch.Generator().manual_seed(seed_at(batch.seed, "order", epoch))
@@ -139,20 +138,19 @@ class PPO(Loss):
             for start in range(0, size * self.mini_batches, size):
                 chosen = order[start : start + size]
                 part = batch.select(chosen)
-                part.tokens, part.experience, _ = Minibatch.of(batch.tokens, experience, chosen)
+                part.experience = experience.select(chosen)
+                part.tokens = part.experience.tokens
                 yield part
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         if batch.experience is None:  # the batch does not come from minibatches()
-            tokens, experience = policy.tokens(batch), self._experience(batch, policy, reference)
-            batch.tokens, batch.experience, _ = Minibatch.of(tokens, experience, range(batch.size))
-        assert batch.tokens is not None
-        loss, minibatch = self._update_loss, Minibatch(batch.tokens, batch.experience)
+            batch.experience = self._experience(batch, policy, reference)
+        loss, minibatch = self._update_loss, batch.experience
         (denominator,) = loss.denominators([minibatch])
         model_pass = minibatch.tokens.model_pass
         request = loss.request(minibatch, model_pass, denominator)
         scores = policy.model(**model_pass.inputs, scoring=request)
-        terms = loss(minibatch.old, request, scores)
+        terms = loss(minibatch, request, scores)
         return LossOutput(terms.loss, terms.stats)
 
     def backward(
@@ -162,7 +160,7 @@ class PPO(Loss):
         loss, processes = self._update_loss, processes_of(accelerator)
         engine = Engine(accelerator, model, optimizer, processes=processes)
         gradient = method.gradient_of(self._settings, engine, loss)
-        outcome = gradient([Minibatch(part.tokens, part.experience) for part in minibatches])  # type: ignore[arg-type]
+        outcome = gradient([part.experience for part in minibatches])  # type: ignore[misc]
         if accelerator.scaler is not None and not outcome.taken:
             # A GradScaler needs gradients, and skips steps whose gradients are infinite.
             weight = next(p for p in model.parameters() if p.requires_grad)
@@ -208,6 +206,5 @@ class PPO(Loss):
             scored.values, rewards, tokens.mask
         )
         weights = batch.weights().to(values.device)
-        return Experience(
-            scored.logprobs, values, advantages, returns, None, weights, None, weights
-        )
+        learned = replace(scored, values=values, advantages=advantages, returns=returns)
+        return replace(learned, ref_logprobs=None, weights=weights, of_samples=weights).counted()

@@ -18,7 +18,7 @@ from fastrl.learn.baselines import (
     grouped,
     standardised,
 )
-from fastrl.learn.experience import Minibatch
+from fastrl.learn.experience import Experience
 from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.registry import GROUP_ADVANTAGES
 from fastrl.run.metric_means import mean_of
@@ -136,7 +136,7 @@ class GRPOTrainer(OnlineTrainer):
         return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
     def note_batch(self, batch: Pass, mode: str) -> None:
-        metrics, entropies, chosen = self._metrics[mode], batch.entropies, batch.part.old.chosen
+        metrics, entropies, chosen = self._metrics[mode], batch.entropies, batch.part.chosen
         if self._has_bonus:
             if chosen is None and self.args.top_entropy_quantile < 1:
                 chosen = self._chosen(entropies)
@@ -224,7 +224,7 @@ class GRPOTrainer(OnlineTrainer):
         if ends_step:
             self._metrics["train"].add_number("entropy_coef", self.entropy_coef)
 
-    def _note_clips(self, part: Minibatch, logprobs: Tensor, mode: str) -> None:
+    def _note_clips(self, part: Experience, logprobs: Tensor, mode: str) -> None:
         args, metrics = self.args, self._metrics[mode]
         ratios = self._loss.ratios(part, logprobs)
         rho, advantages = ratios.units, ratios.advantages

@@ -517,7 +517,7 @@ class OnlineTrainer(
                 for each in made:
                     each.scores = self._scorer.policy(model, each.part.tokens, entropy=True).scores
             entropies = Pass.joined([each for each in made if each.counts]).entropies
-            whole = whole._replace(old=replace(whole.old, chosen=self._chosen(entropies)))
+            whole = replace(whole, chosen=self._chosen(entropies))
             made = passes()
         return made
 

@@ -124,7 +124,7 @@ class ClassicMethods:
             return torch.atleast_2d(x).expand_as(mask)[mask]
 
         new, denominator = flat(logprobs), self.aggregate.denominator(lengths)
-        old = Experience(flat(old_logprobs), None, flat(advantages), None, weights=weights)
+        old = Experience(logprobs=flat(old_logprobs), advantages=flat(advantages), weights=weights)
         objective = update.policy_objective(old, lengths, denominator, entropy_coef=0.0)
         objective = objective._replace(top_entropy=1.0)
         policy_loss, policy_stats = policy_loss_of(new, None, objective)

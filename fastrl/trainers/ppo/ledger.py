@@ -10,7 +10,7 @@ from typing import Any
 
 from fastrl.collect.ledger import ledger_columns, note_settings
 from fastrl.config import PPOConfig
-from fastrl.learn.experience import LastExperience
+from fastrl.learn.experience import Experience
 from fastrl.run.ledger import Ledger, Lists
 from fastrl.samples import Samples
 
@@ -32,7 +32,7 @@ class SampleLedger:
             self.ledger.flush()
 
     def add(
-        self, step: int, samples: Samples, weights_version: int, experience: LastExperience
+        self, step: int, samples: Samples, weights_version: int, experience: Experience
     ) -> dict[str, float]:
         """Adds all processes' samples of a step, drawn after ``weights_version`` optimizer steps;
         returns the seconds that this took, as "time/ledger"."""
@@ -40,11 +40,17 @@ class SampleLedger:
         columns = ledger_columns(
             samples,
             weights_version,
-            Lists(*experience.advantages()),
+            learned_advantages(experience),
             self.temperature,
         )
         self.ledger.add(step, columns)
         return {"time/ledger": time.perf_counter() - begin}
+
+
+def learned_advantages(experience: Experience) -> Lists:
+    """The advantages of the tokens that a step has learned from, fp32, sample after sample."""
+    mask = experience.tokens.response_mask
+    return Lists(experience.advantages.float().cpu()[mask].numpy(), mask.sum(-1).numpy())
 
 
 def open_ledger(

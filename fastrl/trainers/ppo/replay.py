@@ -27,6 +27,7 @@ from fastrl.run.checkpoints import CODE_DIFFERS, Checkpoints, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
 from fastrl.samples import Samples
+from fastrl.trainers.ppo.ledger import learned_advantages
 from fastrl.trainers.ppo.setup import precision_of
 from fastrl.trainers.ppo.state import deciding
 from fastrl.trainers.replay import Walk
@@ -164,9 +165,9 @@ class _StepWalk(Walk):
         if self.strayed is None:
             assert trainer.experience is not None
             recorded = np.array([x for row in rows for x in row["advantages"]], dtype=np.float32)
-            learned = trainer.experience.advantages()[0]
-            lines = difference("advantages", recorded, learned, tolerance=self.tolerance)
-            self.strayed = f"step {step}: {lines[0]}" if lines else None
+            learned = learned_advantages(trainer.experience).values
+            strayed = difference("advantages", recorded, learned, tolerance=self.tolerance)
+            self.strayed = f"step {step}: {strayed[0]}" if strayed else None
 
     def _drawn(self, processes: int, generation_kwargs: dict[str, Any]) -> list[ReplayedSample]:
         """Draws the samples of the step, each process's share as it was drawn in the run."""

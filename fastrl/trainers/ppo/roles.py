@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl.config import PPOConfig
 from fastrl.data.prompts import PromptStream
 from fastrl.learn.advantages import Advantages
-from fastrl.learn.experience import LastExperience
+from fastrl.learn.experience import Experience
 from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.models.products import Products
 from fastrl.run.callbacks import TrainCallback
@@ -52,7 +52,7 @@ class Stepping(Resumable, Protocol):
     rollouts: Rollouts
     advantages: Advantages
     nonfinite: NonFiniteNumbers
-    experience: LastExperience | None
+    experience: Experience | None
 
     @property
     def streams(self) -> dict[str, PromptStream]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.data.token_batch import TokenBatch
-from fastrl.learn.experience import Experience, Scored
+from fastrl.learn.experience import Experience
 from fastrl.learn.memory import PositionCount
 from fastrl.learn.update import UpdateRecord
 from fastrl.run.processes import Processes
@@ -30,7 +30,7 @@ def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
 
 def device_stats(
     batch: TokenBatch,
-    scored: Scored,
+    scored: Experience,
     scores: Tensor,
     non_score_reward: Tensor,
     kls: Tensor,

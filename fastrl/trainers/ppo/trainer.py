@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import fastrl_kernels
 from fastrl.config import PPOConfig
 from fastrl.core import PPODecorators, set_seed
 from fastrl.data import batch as data
@@ -25,7 +25,7 @@ from fastrl.data.prompts import PromptStream
 from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.advantages import check_estimates
 from fastrl.learn.engine import Engine
-from fastrl.learn.experience import Experience, LastExperience
+from fastrl.learn.experience import Experience
 from fastrl.learn.kl import make_kl_penalty, warn_of_negative_kl
 from fastrl.learn.memory import Activations
 from fastrl.learn.nonfinite import NonFiniteExperience, NonFiniteNumbers
@@ -289,7 +289,7 @@ class PPOTrainer(ClassicMethods):
         epochs = method.epochs_of(config, self.processes.count)
         self.update = Update(gradient, epochs, activations, self.critic)
         self.warmup = CriticWarmup(config.critic_warmup_steps)
-        self.experience: LastExperience | None = None
+        self.experience: Experience | None = None
         self._state = TrainerState(
             config,
             tokenizer,
@@ -426,22 +426,21 @@ class PPOTrainer(ClassicMethods):
                     estimates, rewards, batch.mask, finite=self._estimates
                 )
             with clock("optimize_step"):
-                kl = None
-                if self.kl_in_loss:
-                    kl = fastrl_kernels.KLTerm(scored.ref_logprobs, self.kl_ctl.value, "k3")
-                experience = Experience(
-                    scored.logprobs,
-                    values,
-                    advantages,
-                    returns,
-                    kl,
-                    self.aggregate.weights(batch.mask.sum(-1), samples.weights),
-                    sampler_weights,
-                    samples.weights,
+                experience = replace(
+                    scored,
+                    ref_logprobs=scored.ref_logprobs if self.kl_in_loss else None,
+                    kls=None,
+                    values=values,
+                    advantages=advantages,
+                    returns=returns,
+                    sampler_weights=sampler_weights,
                     sampled=sampled_tokens(samples, batch),
+                    weights=self.aggregate.weights(batch.mask.sum(-1), samples.weights),
+                    of_samples=samples.weights,
+                    kl_coef=self.kl_ctl.value if self.kl_in_loss else None,
                 )
                 try:
-                    record = self.update(batch, experience, learning)
+                    record = self.update(experience, learning)
                 except NonFiniteExperience as error:
                     error.samples = self.nonfinite.experience(batch, scored, rewards)
                     raise
@@ -465,7 +464,7 @@ class PPOTrainer(ClassicMethods):
         warn_of_negative_kl(result["objective/kl"])
 
         # Last, so that an exception leaves all of it unchanged.
-        self.experience = LastExperience(batch.response_mask, experience)
+        self.experience = replace(experience, tokens=replace(batch, boundaries=None, experts=None))
         self.running.become(moments)
         if learning.policy_learns:
             size = self.config.batch_size * self.processes.count

@@ -16,7 +16,7 @@ from tests.ppo.conftest import make_batch, make_trainer
 for bound in (None, 0.25):
     trainer = make_trainer(advantage_bound=bound)
     trainer.step(**make_batch())
-    largest = float(trainer.experience.experience.advantages.abs().max())
+    largest = float(trainer.experience.advantages.abs().max())
     assert largest > 1 if bound is None else largest == bound, largest
 with pytest.raises(ValueError, match="advantage_bound"):
     make_trainer(advantage_bound=-1.0)
