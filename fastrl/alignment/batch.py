@@ -177,9 +177,10 @@ class Batch(dict[str, Any]):
         """
         if weights is None:
             raise ValueError("weights is None: pass one number per sample")
-        weights = check_weights(weights, self.size)
         counts = torch.tensor([not e.weights or e.weights[i - 1] > 0 for e in self.examples])
-        self[f"generation{i}_weight"] = torch.where(counts, weights, 0.0)
+        checked = check_weights(weights, self.size)
+        assert checked is not None
+        self[f"generation{i}_weight"] = checked * counts
 
     def select(self, indices: Sequence[int]) -> Batch:
         """Returns some of the samples, with rewards, weights, scores and rollout log-probs."""
