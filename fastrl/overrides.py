@@ -6,8 +6,6 @@ A method that is not named here is called where transformers calls it, or is the
 
 from __future__ import annotations
 
-from typing import Any
-
 _OURS = ("fastrl", "transformers", "abc", "builtins", "typing")
 _ANSWERS = "pass a rollout_func, which answers prompts in the place of sampling"
 _TOOLS = "pass tools= or environment_factory=, or a rollout_func that converses"
@@ -97,23 +95,24 @@ NOT_CALLED: dict[str, dict[str, str]] = {
 }
 
 
-def overridden(trainer: Any) -> frozenset[str]:
-    """The names of a trainer's attributes that a class outside of fastrl and transformers defines.
-
-    Raises:
-        TypeError: training does not call one of them; the message says what to use in its place.
-    """
-    kind = type(trainer)
+def overridden(trainer: type) -> frozenset[str]:
+    """The names of a class of trainers that a class outside of fastrl and transformers defines."""
     definer: dict[str, type] = {}
-    for each in reversed(kind.__mro__):
+    for each in reversed(trainer.__mro__):
         definer |= dict.fromkeys(vars(each), each)
-    methods = {name for name, each in definer.items() if _is_users(each)}
-    for name, instead in not_called(kind).items():
+    return frozenset(name for name, each in definer.items() if _is_users(each))
+
+
+def check_overrides(trainer: type) -> None:
+    """Raises TypeError for a method of a program's that training does not call; says what to use in
+    its place."""
+    methods = overridden(trainer)
+    for name, instead in not_called(trainer).items():
         if name in methods:
             raise TypeError(
-                f"{kind.__name__} overrides {name}, which fastrl's trainer does not call: {instead}"
+                f"{trainer.__name__} overrides {name}, which fastrl's trainer does not call: "
+                f"{instead}"
             )
-    return frozenset(methods)
 
 
 def not_called(trainer: type) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.house import __main__ as house
 from tests.house import budget
-from tests.house.measures import KINDS, is_fragment, kinds_of_lines, measured
+from tests.house.measures import KINDS, attributes, is_fragment, kinds_of_lines, measured
 from tests.house.source import ROOT, Source
 
 TREE = {
@@ -61,7 +61,7 @@ PLANTED = {
     "a base": ("low/parts.py", "class Parts(Others):\n    pass\n", {"bases": 1}),
     "an attribute": ("high/ppo.py",
      "class PPOTrainer(of.Others):\n    def step(self):\n        self.seen = self.known\n"
-     "        return self.seen, self.other()\n", {"attributes": 1}),
+     "        return self.seen, self.other()\n", {"read below, not declared": 1}),
 }  # fmt: skip
 
 
@@ -74,7 +74,8 @@ def checkout(folder: Path, files: dict[str, str] = TREE) -> Source:
 
 def flat(numbers: budget.Numbers) -> dict[str, int]:
     """The totals, and those of the one trainer."""
-    return {**numbers["totals"], **{x: numbers[x]["PPOTrainer"] for x in ("bases", "attributes")}}
+    of_trainer = {"bases": numbers["bases"]["PPOTrainer"], **numbers["attributes"]}
+    return {**numbers["totals"], **of_trainer}
 
 
 @pytest.mark.parametrize("what", PLANTED)
@@ -106,7 +107,7 @@ def test_methods_that_are_defined_again_and_tests_are_counted(tmp_path: Path) ->
     again = "    def part(self):\n        return 1\n"
     files = {**TREE, "fastrl/high/ppo.py": TREE["fastrl/high/ppo.py"] + again}
     found = measured(checkout(tmp_path, files))
-    of_ppo = {"bases": 1, "methods": 2, "defined again": 1, "attributes": 0}
+    of_ppo = {"bases": 1, "methods": 2, "defined again": 1}
     assert found["trainers"] == {"PPOTrainer": of_ppo}
     assert found["circles"] == []
     assert found["tests"] == {"files": 1, "lines": 2, "functions": 1}
@@ -116,6 +117,39 @@ def test_bases_are_in_pythons_order(tmp_path: Path) -> None:
     text = "class A: pass\nclass B(A): pass\nclass C(A): pass\nclass D(B, Generic[T], C): pass\n"
     source = checkout(tmp_path, {"fastrl/__init__.py": text})
     assert [x.node.name for x in source.mro(source.classes[-1])] == ["D", "B", "C", "A"]
+
+
+READS, SETS = "def reads(self): return self.x", "def sets(self): self.x = 1"
+
+
+@pytest.mark.parametrize(("above", "below", "from_below", "undeclared"), [
+    ([READS], [SETS], ["Base.x"], []),
+    (["x: int", READS], [SETS], ["Base.x"], []),
+    (["x = 0", READS], [SETS], ["Base.x"], []),
+    ([READS], ["x = 1"], ["Base.x"], []),
+    (["x: int", READS], ["x = 1"], [], []),
+    ([READS], ["def x(self): pass"], ["Base.x"], []),
+    (["def x(self): pass", READS], ["def x(self): pass"], [], []),
+    ([READS, SETS], [SETS], [], []),
+    ([READS.replace("x", "state")], [SETS.replace("x", "state")], [], []),
+    ([SETS], [READS], [], ["PPOTrainer.x"]),
+    (["x: int", SETS], [READS], [], []),
+    ([SETS], [SETS, READS], [], []),
+    ([SETS.replace("x", "state")], [READS.replace("x", "state")], [], []),
+])  # fmt: skip
+def test_what_classes_of_a_trainer_read_of_each_other_is_set_or_declared_above(
+    above: list[str], below: list[str], from_below: list[str], undeclared: list[str], tmp_path: Path
+) -> None:
+    classes = ["class Base(transformers.Trainer):", *above, "class PPOTrainer(Base):", *below]
+    lines = [x if x.startswith("class") else f"    {x}" for x in classes]
+    source = checkout(tmp_path, {"fastrl/ppo.py": "\n".join(lines)})
+    assert [*attributes(source).values()] == [from_below, undeclared]
+
+
+def test_what_transformers_sets_is_known_below_its_trainer_alone(tmp_path: Path) -> None:
+    text = f"class A:\n    {READS}\n\nclass PPOTrainer(A):\n    {SETS}\n".replace("x", "state")
+    found = attributes(checkout(tmp_path, {"fastrl/ppo.py": text}))
+    assert [*found.values()] == [["A.state"], []]
 
 
 @pytest.mark.parametrize(("docstring", "found"), [

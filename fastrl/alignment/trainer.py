@@ -45,7 +45,7 @@ from fastrl.run.checkpoints import BadCheckpoint, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method
-from fastrl.run.random_state import random_state, restore_random_state, seed_at
+from fastrl.run.random_state import restore_random_state, seed_at
 from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.samples import joined_statistics
 from fastrl.settings import warn_of_idle
@@ -123,7 +123,6 @@ class Trainer(BaseTrainer):
         self._limit(args, model)
         if args.micro_batch_tokens is not None:
             self._check_passes(args.micro_batch_tokens)
-        self.method = Method.aligned(factory.task.name, self.loss.name)
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
         model_or_path, model = model, self.learner.ready(model, ref_model, peft_config)
         if is_path(model_or_path):
@@ -173,6 +172,10 @@ class Trainer(BaseTrainer):
         self._table = CompletionsTable(sampled)
         self._ledger: GenerationLedger | None = None  # in the main process alone
         self._deferred: DeferredGradients
+
+    @property
+    def method(self) -> Method:  # type: ignore[override]
+        return Method.aligned(self.factory.task.name, self.loss.name)
 
     def _limit(self, args: AlignmentConfig, model: Any) -> None:
         """Limits examples to ``max_length``, and to what model and tokenizer take."""
@@ -369,13 +372,13 @@ class Trainer(BaseTrainer):
     def _epoch(self) -> Iterator[Batch | None]:
         """Yields the mini-batches of an epoch; in the epoch in which a run is resumed, None for
         each mini-batch that was learned before, which transformers skips."""
-        place = self._place
-        if self._run.epoch > place.resumed_in:
+        place, run = self._place, self.run_place()
+        if run.epoch > place.resumed_in:
             place.behind = 0  # not yet 0 where that epoch had no mini-batch left
         if place.behind:
             yield from itertools.repeat(None, place.behind)
-            assert self._run.resumed is not None
-            restore_random_state(self._run.resumed["random"])
+            assert run.resumed is not None
+            restore_random_state(run.resumed["random"])
             place.behind = 0
         else:
             place.epoch_began_at = self.factory.taken
@@ -387,8 +390,7 @@ class Trainer(BaseTrainer):
         weights = weights_of([batch.total for batch in batches])
         for batch, weight in zip(batches, weights, strict=False):  # no weights for equal sizes
             batch.weight_in_step = weight
-        if self._run.random is not None:  # to be restored behind the first batch, drawn just now
-            self._run.random = random_state()
+        self.run_place().note_draws()  # restored behind the first batch, which draws here
         return batches, items
 
     @property
@@ -479,8 +481,9 @@ class Trainer(BaseTrainer):
             sampler.engine.reserve(**state["room"])
         if isinstance(self.evaluation, OnlineEvaluation):
             self.evaluation.judged[:] = [] if first is None else [ShownSamples(**first)]
-        assert self._run.checkpoint is not None
-        if batches["within"] and step_of(self._run.checkpoint) < self.args.max_steps:
+        checkpoint = self.run_place().checkpoint
+        assert checkpoint is not None
+        if batches["within"] and step_of(checkpoint) < self.args.max_steps:
             warnings.warn(
                 "resume: the checkpoint was written within a batch, at the end of its run: what is "
                 "left of that batch is not learned",

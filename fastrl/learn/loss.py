@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.core import entropy_from_logits
 from fastrl.data.token_batch import ModelPass
 from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.correction import on_policy
@@ -17,7 +18,7 @@ from fastrl.learn.objective import TokenLoss, TokenObjective
 from fastrl.learn.scorer import scoring_request
 from fastrl.models.host_memory import to_device
 from fastrl.models.routing import Routing
-from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
+from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores, policy_loss_of
 
 
 class MinibatchLoss(NamedTuple):
@@ -322,6 +323,35 @@ class UpdateLoss(TokenLoss):
             return torch.zeros_like(returns_mean), stats
         loss, value_stats = self.values(new.values, objective, old_values, returns)
         return loss, stats | value_stats
+
+    def of_scored(
+        self, old: Experience, mask: Tensor, logprobs: Tensor, vpreds: Tensor, logits: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The policy's part and the value term of tokens that are scored, each with a gradient of
+        its own, and statistics; without a KL term and without what entropies do.
+
+        Args:
+            old: its columns, ``mask``, and what is scored, [B, T-1], or [T-1] of a single sample.
+            logits: with the vocabulary as one more dimension, for the entropy; None: that is 0.
+        """
+        mask = torch.atleast_2d(mask.bool())
+        lengths = mask.sum(-1)
+
+        def flat(x: Tensor) -> Tensor:
+            return torch.atleast_2d(x).expand_as(mask)[mask]
+
+        new, entropies = flat(logprobs), torch.zeros_like(flat(logprobs))
+        weights, denominator = self.aggregate.weights(lengths), self.aggregate.denominator(lengths)
+        of_policy = Experience(flat(old.logprobs), None, flat(old.advantages), None, None, weights)
+        objective = self.policy_objective(of_policy, lengths, denominator, entropy_coef=0.0)
+        objective = objective._replace(top_entropy=1.0)
+        loss, stats = policy_loss_of(new, None, objective)
+        if logits is not None:
+            entropies = flat(entropy_from_logits(logits, self.temperature)).detach()
+        scores = TokenScores(new, entropies, flat(vpreds), None, loss, stats)
+        value_loss, named = self.value_loss(scores, objective, flat(old.values), flat(old.returns))
+        named["ppo/loss/total"] = (loss + value_loss).detach()
+        return loss, value_loss, named
 
 
 class ValueLoss:

@@ -244,5 +244,5 @@ class Update:
 
     @property
     def steps_begun(self) -> int:
-        """Counts the steps that all optimizers have begun."""
+        """The sum of the optimizer steps of policy and critic."""
         return sum(learner.gradient.engine.steps for learner in self.learners)

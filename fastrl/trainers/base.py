@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from fastrl.models.optimizers import class_and_keywords, optimizer_name, steps_i
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import is_spread, spread
+from fastrl.overrides import overridden
 from fastrl.run.checkpoints import OF_TRANSFORMERS, Checkpoints
 from fastrl.run.fingerprint import fingerprint
 from fastrl.run.folder import RunFolder
@@ -37,7 +39,7 @@ from fastrl.run.model_card import (
     warn_of_unread,
 )
 from fastrl.run.precision import refuse_fp16_twice
-from fastrl.run.processes import OneProcess, processes_of
+from fastrl.run.processes import OneProcess, Processes, processes_of
 from fastrl.run.processor_files import write_processor
 from fastrl.run.random_state import drawing_from, random_state, restore_random_state, seed_at
 from fastrl.run.stopping import Stopped
@@ -95,11 +97,9 @@ class BaseTrainer(OpenTrainer):
 
     Attributes:
         kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
-        run_folder: the folder of a command's run, whose metrics continue those of the checkpoint.
         saves_when_it_fails: whether an exception saves a checkpoint; by default if any are saved.
         computed_columns: columns that the trainer adds to data sets; fingerprints leave them out.
         method: the training method that the model card names.
-        products: the libraries by which a CPU multiplies matrices.
 
     Raises:
         ValueError: fp16 mixed precision of float16 weights; FSDP1; FSDP of four-bit weights.
@@ -111,15 +111,20 @@ class BaseTrainer(OpenTrainer):
     rehearsed_as: ClassVar[rehearse.Surface]
     resumes_by = "resume_from_checkpoint=True"
     metric_differences: ClassVar[Mapping[str, tuple[str, str]]] = {}  # see MetricMeans
+    # What subclasses read, beside transformers' attributes.
+    processes: Processes
+    products: Products  # the libraries by which a CPU multiplies matrices
+    finite_steps: FiniteSteps
+    run_folder: RunFolder | None  # a command's, whose metrics continue those of the checkpoint
+    _metrics: dict[str, MetricMeans]  # TRL's name; of "train" and "eval"
 
     def __init__(self, *, args: Any, model: Any = None, **kwargs: Any):
-        # The attribute has TRL's name; checkpoints keep the metrics of training.
         self._metrics = {
             "train": MetricMeans(self.metric_differences),
             "eval": MetricMeans(self.metric_differences, pools=True),
         }
         self.kept: dict[str, Any] = {}
-        self.run_folder: RunFolder | None = None
+        self.run_folder = None
         self._run = RunPlace()
         self._driver = Driver(self)
         self._says_precision = settle_precision(args, model)
@@ -133,7 +138,7 @@ class BaseTrainer(OpenTrainer):
         check_found(self.accelerator)
         self.processes = processes_of(self.accelerator)
         self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO
-        self.callback_handler.callbacks.insert(0, FirstToKnow(self._place_of_run))
+        self.callback_handler.callbacks.insert(0, FirstToKnow(self.run_place))
         self.add_callback(LastToKnow(self._training_begins))
         # transformers' filter of NaN losses waits for the device in each pass, and hides what we
         # count.
@@ -146,9 +151,14 @@ class BaseTrainer(OpenTrainer):
         )
         self.products = Products(self.processes)
 
-    def _place_of_run(self) -> RunPlace:
+    def run_place(self) -> RunPlace:
         """The place of the training that is going on; each :meth:`train` makes a new one."""
         return self._run
+
+    @cached_property
+    def overrides(self) -> frozenset[str]:
+        """The names that a program's subclass defines."""
+        return overridden(type(self))
 
     def add_first(self, callback: TrainerCallback) -> None:
         """Adds a callback before the user's callbacks: if one of these fails, the state that is
@@ -376,8 +386,7 @@ class BaseTrainer(OpenTrainer):
         restore_random_state(state["random"])
         control.should_log, control.should_evaluate = due["log"], due["evaluate"]
         self.log_evaluate_and_save()
-        if run.random is not None:
-            run.random = random_state()
+        run.note_draws()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs means over the steps that updated the weights, without ``model_preparation_time``,
@@ -469,7 +478,7 @@ class BaseTrainer(OpenTrainer):
         return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
 
     def tokens_of(self, *lengths: int) -> tuple[int, int]:
-        """Tokens of a mini-batch of texts of these lengths, and of what a pass does not split."""
+        """Tokens of a mini-batch of texts of ``sum(lengths)``, and of texts that no pass splits."""
         return rehearse.tokens_of(self, lengths)
 
     def limit_passes(self, passes: PassSize) -> None:

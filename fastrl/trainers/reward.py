@@ -34,7 +34,7 @@ from fastrl.models.reward_head import (
     score_head,
 )
 from fastrl.models.utils import evaluating, need_peft, without_dropout
-from fastrl.overrides import overridden
+from fastrl.overrides import check_overrides
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import REWARD
 from fastrl.trainers import rehearse
@@ -171,7 +171,7 @@ class RewardTrainer(SupervisedTrainer):
         quantization_config: Any = None,
         optimizer_cls_and_kwargs: Any = None,
     ):
-        self.overrides = overridden(self)
+        check_overrides(type(self))
         self.check_keywords(optimizer_cls_and_kwargs=optimizer_cls_and_kwargs)
         self.use_reward_data_collator = data_collator is None
         _check_classic(args, max_length, self.use_reward_data_collator)
@@ -185,10 +185,10 @@ class RewardTrainer(SupervisedTrainer):
         self._own_collator = not isinstance(
             data_collator, RewardDataCollatorWithPadding | type(None)
         )
-        self._tokenizer = None
         if not (self._own_collator and tokenizer is processing_class is None):
-            self._tokenizer = tokenizer_of(tokenizer, processing_class, model, args)
-        self._settings, self._peft_config = args, peft_config
+            processing_class = tokenizer_of(tokenizer, processing_class, model, args)
+        self.args, self.processing_class = args, processing_class  # for prepare_model
+        self._peft_config = peft_config
         self._said_own_collator = False
         self._append_eos = args.append_eos
         self._padded_on: str | None = "right"  # the side where texts that need padding get it
@@ -205,25 +205,25 @@ class RewardTrainer(SupervisedTrainer):
             if self._append_eos is None:
                 self._append_eos = reads_eos.recorded(model)
         if self._append_eos is None:
-            self._append_eos = self._tokenizer is not None and closes_texts(self._tokenizer)
-        self._max_length = length_limit(args, model, self._tokenizer)
+            self._append_eos = processing_class is not None and closes_texts(processing_class)
+        self._max_length = length_limit(args, model, processing_class)
         super().__init__(
             model=model,
             args=args,
             data_collator=data_collator
             or RewardDataCollatorWithPadding(
-                self._tokenizer, pad_to_multiple_of=args.pad_to_multiple_of
+                processing_class, pad_to_multiple_of=args.pad_to_multiple_of
             ),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=self._tokenizer,
+            processing_class=processing_class,
             model_init=model_init,
             compute_metrics=compute_metrics or compute_accuracy,
             callbacks=callbacks,
             optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if self._trains:
+        if train_dataset is not None:
             reads_eos.record(self.model, self._reads_eos)
         self.can_return_loss = True  # evaluation of pairs has a loss
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
@@ -256,13 +256,13 @@ class RewardTrainer(SupervisedTrainer):
                 "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)",
                 stacklevel=3,
             )
-        if config is not None and self._tokenizer is not None:
-            give_padding(model, self._tokenizer)
+        if config is not None and self.processing_class is not None:
+            give_padding(model, self.processing_class)
             adapts = self._peft_config is not None or hasattr(model, "peft_config")
-            settle_model(model, self._tokenizer, self._settings, adapts)
+            settle_model(model, self.processing_class, self.args, adapts)
             self._check_end(model)
-        model = with_adapter(model, self._peft_config, self._settings)
-        if self._settings.disable_dropout:
+        model = with_adapter(model, self._peft_config, self.args)
+        if self.args.disable_dropout:
             without_dropout(model)
         if hasattr(model, "add_model_tags"):
             model.add_model_tags([*self._tag_names])
@@ -271,7 +271,7 @@ class RewardTrainer(SupervisedTrainer):
     def _check_end(self, model: Any) -> None:
         """Raises ValueError where ``append_eos`` is on, and the model takes EOS for padding."""
         skipped = None if score_head(model) is None else padding_of(model)
-        if self._settings.append_eos and skipped == end_token(self._tokenizer):
+        if self.args.append_eos and skipped == end_token(self.processing_class):
             raise ValueError(
                 "append_eos=True changes nothing: EOS is the pad token, and a decoder is scored at "
                 "its last token that is another; name a token for padding that texts do not have, "
@@ -295,13 +295,13 @@ class RewardTrainer(SupervisedTrainer):
             return dataset
         pairs = prepare_pairs(
             dataset,
-            self._tokenizer,
+            self.processing_class,
             self._max_length,
-            self._settings.dataset_num_proc,
+            self.args.dataset_num_proc,
             add_eos=self._append_eos,
         )
         if training and not token_columns(dataset):
-            end = end_token(self._tokenizer)  # a chat template may write it, too
+            end = end_token(self.processing_class)  # a chat template may write it, too
             first = islice(pairs, 20)
             self._reads_eos = all(row[ID_COLUMNS[0]][-1] == end for row in first)
             if self._scores_at_eos and not self._reads_eos:
@@ -322,7 +322,7 @@ class RewardTrainer(SupervisedTrainer):
         names = token_columns(dataset)
         sides = (dataset[name] for name in names if "mask" not in name)
         pairs = zip(*(map(len, side) for side in sides), strict=True)
-        if not self._settings.padding_free:
+        if not self.args.padding_free:
             return (2 * max(pair) for pair in pairs)
         return map(sum, pairs)
 

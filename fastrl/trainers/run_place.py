@@ -95,6 +95,12 @@ class RunPlace:
             restore_random_state(self.random)
         self.random = None
 
+    def note_draws(self) -> None:
+        """Has what was drawn so far count as drawn before the checkpoint, if that is to be
+        restored."""
+        if self.random is not None:
+            self.random = random_state()
+
 
 class FirstToKnow(TrainerCallback):
     """Begins the epochs of a run, before other callbacks, which may draw random numbers, and fail.

@@ -36,7 +36,7 @@ from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.routing import computed_aux_loss
 from fastrl.models.scorer import TokenScorer
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
-from fastrl.overrides import overridden
+from fastrl.overrides import check_overrides
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import SFT
 from fastrl.trainers import rehearse
@@ -230,7 +230,7 @@ class SFTTrainer(SupervisedTrainer):
         compute_loss_func: Callable | None = None,
         optimizer_cls_and_kwargs: Any = None,
     ):
-        self.overrides = overridden(self)
+        check_overrides(type(self))
         self.check_keywords(
             compute_loss_func=compute_loss_func, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs
         )
@@ -249,10 +249,12 @@ class SFTTrainer(SupervisedTrainer):
             model_init_kwargs=model_init_kwargs,
             dataset_kwargs=dataset_kwargs,
         )
-        preparing = _preparing(args)
+        completions, data_collator = _split_collator(data_collator, args)
+        self._encoding = _encoding(args, formatting_func, completions)
         with_quantization(args, model, quantization_config)
-        self._tokenizer = tokenizer_of(tokenizer, processing_class, model, args)
-        self._settings, self._peft_config = args, peft_config
+        tokenizer = tokenizer_of(tokenizer, processing_class, model, args)
+        self.args, self.processing_class = args, tokenizer  # for prepare_model
+        self._peft_config = peft_config
         self._virtual: int | None = None
         self.aux_loss_enabled, self.router_aux_loss_coef = False, 0.0
         set_seed(args.seed)  # a new adapter's weights are drawn
@@ -260,19 +262,7 @@ class SFTTrainer(SupervisedTrainer):
             model = self.prepare_model(
                 load_if_path(model, load_language_model, args, trainable=True)
             )
-        completions, data_collator = _split_collator(data_collator)
-        self._encoding = {
-            "text_field": args.dataset_text_field,
-            "formatting_func": formatting_func,
-            "completions": completions,
-            "append_eos": args.append_eos
-            and (preparing["append_concat_token"] or not args.packing),
-            "add_special": preparing["add_special_tokens"],
-            "completion_only": args.completion_only_loss in (None, True),
-            "assistant_only": args.assistant_only_loss,
-            "truncation": args.truncation_mode,
-        }
-        self._max_length = length_limit(args, model, self._tokenizer)
+        self._max_length = length_limit(args, model, tokenizer)
         packs = args.packing or bool(args.eval_packing)
         if packs and data_collator is not None:
             raise ValueError("packing makes its own batches: leave out data_collator")
@@ -284,20 +274,14 @@ class SFTTrainer(SupervisedTrainer):
         if packs and self._max_length is None:
             raise ValueError("packing needs max_length: how many tokens a row holds")
         joins = completions is not None and completions.padding_free
-        if joins and args.micro_batch_tokens is not None:
-            raise ValueError(
-                "micro_batch_tokens splits batches that this data_collator joins: leave its "
-                "padding_free out (batches are run without padding all the same), or "
-                "micro_batch_tokens"
-            )
         self._said_padded = False
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or TextCollator(self._tokenizer, args.pad_to_multiple_of),
+            data_collator=data_collator or TextCollator(tokenizer, args.pad_to_multiple_of),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=self._tokenizer,
+            processing_class=tokenizer,
             model_init=model_init,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
@@ -306,22 +290,25 @@ class SFTTrainer(SupervisedTrainer):
         )
         check_one_gpu(self.args)
         if packs or joins:
-            self.prepare_weights()
-            autocast = self.compute_loss_context_manager()
-            rows = PackedCollator(self._tokenizer)
-            # Warnings of padding are shown only where rows can be padded; where they cannot,
-            # choose_collator raises.
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                padding_free = self.packing(self.model_wrapped)
-            if not padding_free:
-                rows = choose_collator(self.model, self._tokenizer, autocast)
-            rows.pad_to_multiple_of = args.pad_to_multiple_of
-            for each in caught:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            rows = self._packing_collator()
             self.data_collator = JoinedCollator(rows) if joins else rows
         self.count_learned_tokens()  # by which the loss is divided
         self.scorer = TokenScorer()
+
+    def _packing_collator(self) -> Any:
+        self.prepare_weights()
+        autocast = self.compute_loss_context_manager()
+        rows: Any = PackedCollator(self.processing_class)
+        # The warning of padding is given only where padding is possible; else there is an error.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            padding_free = self.packing(self.model_wrapped)
+        if not padding_free:
+            rows = choose_collator(self.model, self.processing_class, autocast)
+        rows.pad_to_multiple_of = self.args.pad_to_multiple_of
+        for each in caught:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        return rows
 
     def plan(  # type: ignore[override]
         self, tokens: int, passes: PassSize | None = None, device: str | None = None
@@ -339,10 +326,10 @@ class SFTTrainer(SupervisedTrainer):
                 "AutoModelForCausalLM"
             )
         adapts = self._peft_config is not None or hasattr(model, "peft_config")
-        settle_model(model, self._tokenizer, self._settings, adapts)
-        model = with_adapter(model, self._peft_config, self._settings)
+        settle_model(model, self.processing_class, self.args, adapts)
+        model = with_adapter(model, self._peft_config, self.args)
         self._virtual = virtual_tokens(model)
-        router = router_loss(model, self._settings.router_aux_loss_coef, as_configured=True)
+        router = router_loss(model, self.args.router_aux_loss_coef, as_configured=True)
         self.aux_loss_enabled, self.router_aux_loss_coef = router
         if hasattr(model, "add_model_tags"):
             model.add_model_tags([*self._tag_names])
@@ -353,7 +340,7 @@ class SFTTrainer(SupervisedTrainer):
         the settings say so."""
         if isinstance(dataset, PackedTexts):
             return dataset
-        args, encoding = self._settings, self._encoding
+        args, encoding = self.args, self._encoding
         if isinstance(dataset, ConstantLengthDataset):  # which has formatted texts itself
             dataset, encoding = dataset.rows(), {**encoding, "formatting_func": None}
         if _preparing(args)["skip_prepare_dataset"]:
@@ -363,7 +350,7 @@ class SFTTrainer(SupervisedTrainer):
         whole = packs and args.packing_strategy != BFD
         texts = prepare_texts(
             dataset,
-            self._tokenizer,
+            self.processing_class,
             None if whole else self._max_length,
             args.dataset_num_proc,
             **encoding,
@@ -378,7 +365,7 @@ class SFTTrainer(SupervisedTrainer):
         return self._packs(training), self._encoding["formatting_func"]
 
     def _packs(self, training: bool) -> bool:
-        args = self._settings
+        args = self.args
         return args.packing if training or args.eval_packing is None else args.eval_packing
 
     def ready_batch(self, batch: Any) -> Any:
@@ -452,21 +439,21 @@ class SFTTrainer(SupervisedTrainer):
             aux = computed_aux_loss(outputs)
             steps = self.current_gradient_accumulation_steps if whole_step else 1
             if training:
-                part = torch.full_like(aux, self._of_batch)
+                part = torch.full_like(aux, self.share_of_batch)
                 self._metrics["train"].pool({"aux_loss": (aux * part, part)}, of_none=0.0)
-            router_part = self.router_aux_loss_coef * aux * self._of_batch / steps
+            router_part = self.router_aux_loss_coef * aux * self.share_of_batch / steps
             # What follows multiplies the loss by the number of processes, or by the pass's share.
             if whole_step and self.args.average_tokens_across_devices:
                 router_part = router_part / self.accelerator.num_processes
             elif not whole_step:
-                router_part = router_part / self._of_batch
+                router_part = router_part / self.share_of_batch
             loss = loss + router_part
         if whole_step and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over them
         if not self.share:
             loss = loss * 0
         elif not whole_step:
-            loss = loss * self._of_batch  # a mean over the tokens of this pass
+            loss = loss * self.share_of_batch  # a mean over the tokens of this pass
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
@@ -501,7 +488,7 @@ class SFTTrainer(SupervisedTrainer):
 
     @property
     def _loss(self) -> TextLoss:
-        return LOSS_TYPES[self._settings.loss_type]
+        return LOSS_TYPES[self.args.loss_type]
 
     def _logs_this_step(self) -> bool:
         """Whether what is computed now belongs to an optimizer step that is logged."""
@@ -625,6 +612,22 @@ class SFTTrainer(SupervisedTrainer):
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
+def _encoding(args: Any, formatting_func: Callable | None, completions: Any) -> dict[str, Any]:
+    """Keywords of :func:`fastrl.data.prepare.prepare_texts`."""
+    preparing = _preparing(args)
+    appends = args.append_eos and (preparing["append_concat_token"] or not args.packing)
+    return {
+        "text_field": args.dataset_text_field,
+        "formatting_func": formatting_func,
+        "completions": completions,
+        "append_eos": appends,
+        "add_special": preparing["add_special_tokens"],
+        "completion_only": args.completion_only_loss in (None, True),
+        "assistant_only": args.assistant_only_loss,
+        "truncation": args.truncation_mode,
+    }
+
+
 def _predictions(scores: TokenScores) -> tuple[Tensor, Tensor]:
     """Entropies, and 1 where the label is the likeliest token, [N] fp32 without gradients."""
     entropies, extras = scores.entropies, scores.extras
@@ -634,9 +637,15 @@ def _predictions(scores: TokenScores) -> tuple[Tensor, Tensor]:
     return entropies.detach(), extras.is_top1.float()
 
 
-def _split_collator(collator: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:
+def _split_collator(collator: Any, args: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:
     """A user's collator as (one that marks completions, None), or as (None, another one)."""
     if isinstance(collator, DataCollatorForCompletionOnlyLM):
+        if collator.padding_free and args.micro_batch_tokens is not None:
+            raise ValueError(
+                "micro_batch_tokens splits batches that this data_collator joins: leave its "
+                "padding_free out (batches are run without padding all the same), or "
+                "micro_batch_tokens"
+            )
         return collator, None
     if type(collator) is DataCollatorForLanguageModeling:
         if collator.mlm:

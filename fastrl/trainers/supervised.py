@@ -185,16 +185,14 @@ class SupervisedTrainer(BaseTrainer, ABC):
     """transformers' Trainer, which prepares all models and data sets that it gets: at construction,
     from ``model_init``, in ``evaluate`` and in ``predict``.
 
-    Subclasses prepare them in :meth:`prepare_model` and :meth:`prepare_data`, and set the
-    attributes that these methods read before ``super().__init__``.
+    Subclasses do so in :meth:`prepare_model` and :meth:`prepare_data`, and set what these need
+    before ``super().__init__``, but for settings and tokenizer, which are there.
     """
 
     args: Any
     model: Any
     processing_class: Any
-    _tokenizer: Any
-    _settings: Any
-    overrides: frozenset[str] = frozenset()  # methods that a program's subclass defines
+    share_of_batch: float  # of the pass that is computed
     example: ClassVar[str]  # what errors call an example
     padding_scores: ClassVar[Scores] = logprobs_of_labels  # compared with and without padding
     # Keywords of TRL's that are refused, and what to use.
@@ -214,12 +212,13 @@ class SupervisedTrainer(BaseTrainer, ABC):
         args.remove_unused_columns = False
         # Without a GPU torch warns of pinned memory.
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
+        self.args, self.processing_class = args, rest["processing_class"]
         self._prepared: weakref.WeakSet = weakref.WeakSet()
         self._losses_so_far: list[Tensor] | None = None  # losses of an evaluation under way
         self._shared: SharedBatches | None = None  # in runs of several processes
         self._parts: list[float] = []  # this process's parts of the fetched batches
         self._part: float | None = None  # this process's part of the batch that is learned from
-        self._of_batch = 1.0  # the share of its batch that the current pass has
+        self.share_of_batch = 1.0
         self._last: dict[str, float] = {}  # metrics of the last log
         if is_stream(train_dataset) and args.max_steps <= 0:
             raise ValueError("train_dataset is a stream, which has no length: set max_steps")
@@ -269,8 +268,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
     def _prepared_rows(self, dataset: Any, training: bool) -> Any:
         if "_prepare_dataset" in self.overrides:
             name = "train" if training else "eval"
-            arguments = dataset, self._tokenizer, self._settings, *self._preparing(training), name
-            dataset = self._prepare_dataset(*arguments)
+            settings = self.processing_class, self.args, *self._preparing(training)
+            dataset = self._prepare_dataset(dataset, *settings, name)
         return self.prepare_data(dataset, training)
 
     def _preparing(self, training: bool) -> tuple[Any, ...]:
@@ -293,7 +292,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         *others, name = [*positional, *named.values()]
         training = name == "train"
         options = self._preparing(training)
-        if processing_class is not self._tokenizer or (*others,) != options:
+        if processing_class is not self.processing_class or (*others,) != options:
             raise ValueError(
                 "super()._prepare_dataset prepares by the trainer's own tokenizer and settings: "
                 "hand on what was given, or prepare the rows without it"
@@ -339,7 +338,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
             return batches, items
         with self.agreed():
             batches = list(itertools.islice(epoch_iterator, num_batches))
-        begin, shared = self._run.minibatch, self._shared
+        begin, shared = self.run_place().minibatch, self._shared
         numbers = range(begin, begin + len(batches))
         if shared is None:
             self._parts = [1 / self.processes.count] * len(batches)
@@ -394,12 +393,12 @@ class SupervisedTrainer(BaseTrainer, ABC):
                 losses = []
                 passes = self._passes(inputs)
                 contexts = with_synchronised_last(len(passes), model, self.accelerator)
-                for (part, self._of_batch), context in zip(passes, contexts, strict=True):
+                for (part, self.share_of_batch), context in zip(passes, contexts, strict=True):
                     with context:
                         losses.append(super().training_step(model, part, *args, **kwargs))
                 return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         finally:
-            self._part, self._of_batch = None, 1.0
+            self._part, self.share_of_batch = None, 1.0
 
     def _passes(self, inputs: Any) -> list[tuple[Any, float]]:
         """The parts of a batch, each with its share of the batch. All processes get as many, some
@@ -444,7 +443,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         and over a step's batches, is the mean over all examples. It is 1 for a batch in one pass,
         except in the last step of an epoch."""
         of_all = 1.0 if self._part is None else self._part * self.processes.count
-        return of_all * self._of_batch
+        return of_all * self.share_of_batch
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         is_prepared = eval_dataset is None or isinstance(eval_dataset, str)
@@ -528,6 +527,19 @@ class SupervisedTrainer(BaseTrainer, ABC):
         if self._losses_so_far is None or self.processes.count == 1:
             return torch.ones_like(numbers, dtype=torch.bool)
         return torch.isin(numbers, self.accelerator.gather_for_metrics(numbers))
+
+    def replace_data(self, by: Callable[[Any, bool], Any]) -> None:
+        """Replaces the prepared data sets by what a function returns, which gets each, and whether
+        it is for training."""
+        self.train_dataset = by(self.train_dataset, True)
+        held_out = self.eval_dataset
+        if isinstance(held_out, dict):
+            held_out = {name: by(x, False) for name, x in held_out.items()}
+            self._prepared.update(held_out.values())
+        elif held_out is not None:
+            held_out = by(held_out, False)
+            self._prepared.add(held_out)
+        self.eval_dataset = held_out
 
     def prepare_eval_data(self, dataset: Any) -> Any:
         """A data set for evaluation, prepared unless it is already."""

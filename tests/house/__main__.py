@@ -21,7 +21,7 @@ from tests.house.source import FOLDERS, ROOT, Source
 # Rooms that serve other libraries' programs, and those that look at runs from outside.
 _AROUND = {"compat", "tools", "patch", "programs", "scripts"}  # the last of earlier trees
 _AROUND |= {"commands", "demo", "plan", "recipes", "reports"}
-_LISTS = ("containers", "defined twice", "fragments", "circles", "journeys")
+_LISTS = ("containers", "attributes", "defined twice", "fragments", "circles", "journeys")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,12 +116,12 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     core = (n for name, n in now["rooms"].items() if name not in _AROUND)
     yield "lines of the core", sum(core)
     yield from now["totals"].items()
+    yield from ((f"attributes of trainers: {x}", n) for x, n in now["attributes"].items())
     yield "tests", found["tests"]["functions"]
     yield "files of tests", found["tests"]["files"]
     for name, each in found["trainers"].items():
         methods = f"{each['methods']} ({each['defined again']})"
-        cell = f"{each['bases']}, {methods}, {each['attributes']}"
-        yield f"{name}: bases, methods (defined again), attributes of other files", cell
+        yield f"{name}: bases, methods (defined again)", f"{each['bases']}, {methods}"
     for name, each in found.get("journeys", {}).items():
         if "frames" in each:
             yield f"{name} to the formula: frames, files", f"{each['frames']}, {each['files']}"

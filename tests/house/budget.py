@@ -29,8 +29,8 @@ def numbers(measured: dict[str, Any]) -> Numbers:
         "lines of tests": measured["tests"]["lines"],
     }  # fmt: skip
     of_trainers = {
-        kind: {name: each[kind] for name, each in measured["trainers"].items()}
-        for kind in ("bases", "attributes")
+        "bases": {name: each["bases"] for name, each in measured["trainers"].items()},
+        "attributes": {kind: len(x) for kind, x in measured.get("attributes", {}).items()},
     }
     journeys = {
         f"{name}: {kind}": each[kind]
@@ -131,7 +131,7 @@ def _what(table: str, name: str) -> str:
         "totals": f"{name}:",
         "rooms": f"the room {name} has lines:",
         "bases": f"classes of ours above {name}:",
-        "attributes": f"attributes that one file of {name}'s classes sets and another reads:",
+        "attributes": f"attributes of trainers that are {name} (`--list attributes`):",
         "journeys": f"the journey through {name}:",
     }[table]
 

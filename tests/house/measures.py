@@ -3,6 +3,9 @@
 import ast
 import re
 from collections import Counter, defaultdict
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from tests.house.source import Class, Function, Source, room
@@ -108,41 +111,93 @@ def _holds_rows(each: Class, known: set[str]) -> bool:
     return count >= 2
 
 
-def trainers(source: Source) -> dict[str, dict[str, int]]:
-    """For each public trainer: our classes above it; the methods of all of them and itself, and
-    those that more than one of them defines; and the attributes of ``self`` that one of their files
-    sets and another, which does not set them, reads."""
+def _lines(source: Source) -> dict[str, list[Class]]:
+    """The public trainers, each with our classes above it, in Python's order."""
     found = {}
     for name in TRAINERS:
         where, _, last = name.rpartition(".")
         homes = [x for x in source.classes if x.node.name == last and where in x.module]
         homes = [x for x in homes if not x.module.startswith("fastrl.compat.patch")]
         if len(homes) == 1:
-            line = source.mro(homes[0])
-            methods = Counter(x for each in line for x in {m.name for m in each.methods})
-            found[name] = {
-                "bases": len(line) - 1,
-                "methods": len(methods),
-                "defined again": sum(count > 1 for count in methods.values()),
-                "attributes": len(foreign_attributes(line)),
-            }
+            found[name] = source.mro(homes[0])
     return found
 
 
-def foreign_attributes(line: list[Class]) -> set[str]:
-    """The attributes of ``self`` that a class of these sets in one file and another reads in a file
-    that does not set them; methods and properties are none."""
-    written: dict[str, set[str]] = defaultdict(set)
-    read: dict[str, set[str]] = defaultdict(set)
-    for each in line:
-        for method in each.methods:
-            own = method.args.args[0].arg if method.args.args else ""
-            for node in ast.walk(method):
-                if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == own:
-                    of = read if isinstance(node.ctx, ast.Load) else written
-                    of[node.attr].add(each.module)
-    methods = {method.name for each in line for method in each.methods}
-    return {name for name in written if read[name] - written[name]} - methods
+def trainers(source: Source) -> dict[str, dict[str, int]]:
+    """For each public trainer: our classes above it; the methods of all of them and itself, and
+    those that more than one of them defines."""
+    found = {}
+    for name, line in _lines(source).items():
+        methods = Counter(x for each in line for x in {m.name for m in each.methods})
+        defined_again = sum(count > 1 for count in methods.values())
+        found[name] = {
+            "bases": len(line) - 1, "methods": len(methods), "defined again": defined_again
+        }  # fmt: skip
+    return found
+
+
+_FROM_BELOW, _UNDECLARED = "read above, set below", "read below, not declared"
+
+
+def attributes(source: Source) -> dict[str, list[str]]:
+    """What the classes of public trainers read of each other though none of them says so, as
+    "READER.NAME".
+
+    - :data:`_FROM_BELOW`: a class neither sets nor defines it, nor does one above it, but another
+      class of the trainer. A value, or an annotation, in a class's body is no excuse for what a
+      method elsewhere sets, and only that.
+    - :data:`_UNDECLARED`: attributes that methods of a class above set, and that no class above
+      names in its body.
+
+    What transformers' Trainer sets or defines is everybody's below it.
+    """
+    found: dict[str, set[str]] = {_FROM_BELOW: set(), _UNDECLARED: set()}
+    for line in _lines(source).values():
+        for reader in line:
+            up = source.mro(reader)
+            others = [each for each in line if each not in up]
+            read = _of_self([reader], ast.Load) - _of_self([reader], ast.Store)
+            if "transformers.Trainer" in [ast.unparse(x) for each in up for x in each.node.bases]:
+                read -= _of_transformers()
+            below = _of_self(others, ast.Store) - _of_self(up, ast.Store) - _methods(up)
+            below |= _in_bodies(others) - _in_bodies(up) - _of_self(up, ast.Store)
+            undeclared = _of_self(up, ast.Store) - _in_bodies(up[1:])
+            for kind, names in ((_FROM_BELOW, below), (_UNDECLARED, undeclared)):
+                found[kind] |= {f"{reader.node.name}.{x}" for x in read & names}
+    return {kind: sorted(names) for kind, names in found.items()}
+
+
+def _of_self(classes: list[Class], context: type[ast.expr_context]) -> set[str]:
+    """The attributes of ``self`` that methods of classes read, or set."""
+    found = set()
+    for method in (x for each in classes for x in each.methods if x.args.args):
+        own = method.args.args[0].arg
+        for node in ast.walk(method):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, context):
+                found |= {node.attr} if getattr(node.value, "id", None) == own else set()
+    return found
+
+
+def _methods(classes: list[Class]) -> set[str]:
+    return {method.name for each in classes for method in each.methods}
+
+
+def _in_bodies(classes: list[Class]) -> set[str]:
+    """The methods of classes, and what their bodies declare or give a value."""
+    nodes = [x for each in classes for x in each.node.body]
+    named = [x.target for x in nodes if isinstance(x, ast.AnnAssign)]
+    named += [y for x in nodes if isinstance(x, ast.Assign) for y in x.targets]
+    return _methods(classes) | {ast.unparse(x) for x in named}
+
+
+@cache
+def _of_transformers() -> set[str]:
+    """The attributes and methods of transformers' Trainer, by its source."""
+    package: Any = find_spec("transformers")
+    tree = ast.parse(Path(package.origin).with_name("trainer.py").read_text(encoding="utf-8"))
+    nodes = [x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == "Trainer"]
+    classes = [Class("transformers.trainer", x) for x in nodes]
+    return _of_self(classes, ast.Store) | _in_bodies(classes)
 
 
 def defined_twice(source: Source) -> dict[str, list[str]]:
@@ -262,6 +317,7 @@ def measured(source: Source) -> dict[str, Any]:
         "top floor": {"rooms": len(rooms) - 1, "single files": _single_files(source)},
         "containers": sorted(f"{x.module}.{x.node.name}" for x in containers(source)),
         "trainers": trainers(source),
+        "attributes": attributes(source),
         "defined twice": defined_twice(source),
         "fragments": fragments(source),
         "settings": len(settings(source)),

@@ -26,7 +26,7 @@ from fastrl.run.model_card import policy_gradient
 from fastrl.samples import Samples
 from fastrl.trainers.groups.grpo_config import GRPOConfig
 from fastrl.trainers.groups.judged import nanstd
-from fastrl.trainers.groups.online import OnlineTrainer
+from fastrl.trainers.groups.methods import OverridableTrainer
 from fastrl.trainers.groups.policy_loss import (
     ALL_LOSS_TYPES,
     high_of,
@@ -37,7 +37,7 @@ from fastrl.trainers.groups.policy_loss import (
 _LOGGER = logging.getLogger(__name__)
 
 
-class GRPOTrainer(OnlineTrainer):
+class GRPOTrainer(OverridableTrainer):
     """Trains a causal language model on the rewards of its own responses (Shao et al.,
     "DeepSeekMath", 2024), by the names, arguments and logs of TRL 1.x.
 
@@ -135,7 +135,7 @@ class GRPOTrainer(OnlineTrainer):
         advantages = torch.where(counts, advantages, 0.0).flatten()
         return advantages, torch.isclose(spread, torch.zeros_like(spread)).flatten()
 
-    def note_batch(self, batch: Pass, mode: str) -> None:
+    def note_batch(self, batch: Pass, loss: TokenLoss, mode: str) -> None:
         metrics, entropies, chosen = self._metrics[mode], batch.entropies, batch.part.chosen
         if self._has_bonus:
             if chosen is None and self.args.top_entropy_quantile < 1:
@@ -146,9 +146,9 @@ class GRPOTrainer(OnlineTrainer):
             if mode == "train":
                 self._adapt_entropy((entropies * weights).sum(), weights.sum())
         if self.beta:
-            kl = self._loss.kl(batch.whole, batch.logprobs)
+            kl = loss.kl(batch.whole, batch.logprobs)
             metrics.add({"kl": mean_of(kl)})
-        self._note_clips(batch.whole, batch.logprobs, mode)
+        self._note_clips(batch.whole, batch.logprobs, loss, mode)
 
     def _chosen(self, entropies: Tensor) -> Tensor:
         ones, least = torch.ones_like(entropies), 1 - self.args.top_entropy_quantile
@@ -224,17 +224,17 @@ class GRPOTrainer(OnlineTrainer):
         if ends_step:
             self._metrics["train"].add_number("entropy_coef", self.entropy_coef)
 
-    def _note_clips(self, part: Experience, logprobs: Tensor, mode: str) -> None:
+    def _note_clips(self, part: Experience, logprobs: Tensor, loss: TokenLoss, mode: str) -> None:
         args, metrics = self.args, self._metrics[mode]
-        ratios = self._loss.ratios(part, logprobs)
+        ratios = loss.ratios(part, logprobs)
         rho, advantages = ratios.units, ratios.advantages
-        if self._loss.row.bounded_above:
+        if loss.row.bounded_above:
             cut = (rho > high_of(args)) & (advantages > 0)
             metrics.add({"cispo_clip_ratio": mean_of(cut)})
-        if self._loss.row.of_response:
-            gammas = part.means(self._loss.gammas(part, logprobs))[part.counts > 0]
+        if loss.row.of_response:
+            gammas = part.means(loss.gammas(part, logprobs))[part.counts > 0]
             metrics.add({"vespo/phi_seq_mean": mean_of(gammas)})
-        if not self._loss.row.clips:
+        if not loss.row.clips:
             return
         if args.delta is not None:
             rho = rho.clamp(max=args.delta)

@@ -8,8 +8,8 @@ in TRL, and learns from its result.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastrl.data.batch import pad
 from fastrl.data.prompts import samples_of_rows
-from fastrl.learn.objective import TokenLoss
-from fastrl.learn.samples import to_column, token_batch
+from fastrl.learn.samples import to_column
 from fastrl.models.scoring import PassLimit, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.rewards.weighted import RewardBatch
 from fastrl.samples import Samples
 from fastrl.trainers.groups.log_probs import ResponseScorer
+from fastrl.trainers.groups.online import LOGPROBS, OnlineTrainer
 
-LOGPROBS = "_get_per_token_logps_and_entropies"
-_LOSSES = {"_compute_loss", "compute_loss", LOGPROBS}
 _OF_TOKENS = {  # columns of Samples by TRL's names
     "old_per_token_logps": "old_logprobs",
     "ref_per_token_logps": "ref_logprobs",
@@ -37,37 +35,10 @@ _IDS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_
 _READ = {*_IDS, *_OF_TOKENS, "advantages", "num_items_in_batch"}
 
 
-class OnlineMethods:
-    """TRL's methods of a trainer that samples responses, and what calls a subclass's overrides of
-    them. The trainer has the attributes that this class declares."""
+class OverridableTrainer(OnlineTrainer):
+    """An :class:`OnlineTrainer` with TRL's methods, which calls those of a subclass."""
 
-    args: Any
-    model: Any
-    accelerator: Any
-    processes: Any
-    rewards: Any
-    ref_model: Any
-    temperature: float
-    aux_loss_enabled: bool
-    router_aux_loss_coef: float
-    current_gradient_accumulation_steps: int
-    overrides: frozenset[str]
     use_vllm: bool = False  # our engine generates
-    divides_loss: ClassVar[bool]
-    _loss: TokenLoss
-    _coefficient: Callable[[], float]
-    _chosen: Callable[[Tensor], Tensor]
-    _scorer: ResponseScorer
-    _tokenizer: Any
-    _learnable: Callable[..., Samples]
-    _passes: Callable[..., list[Any]]
-    _pass_loss: Callable[..., Tensor]
-    _note: Callable[..., None]
-
-    @property
-    def has_own_loss(self) -> bool:
-        """Whether a subclass computes the loss, or the log-probs that the loss reads."""
-        return bool(self.overrides & _LOSSES)
 
     @property
     def epsilon_low(self) -> float:
@@ -82,16 +53,16 @@ class OnlineMethods:
     def importance_sampling_level(self) -> str:
         return self.args.importance_sampling_level
 
-    @property
-    def pad_token_id(self) -> int:
-        return self._tokenizer.pad_token_id
+    # What training calls of a subclass.
 
-    # Training calls these methods, which call a subclass's overrides.
+    def _make_scorer(self, *arguments: Any) -> ResponseScorer:
+        if LOGPROBS in self.overrides:
+            return OwnLogprobs(self, *arguments)
+        return super()._make_scorer(*arguments)
 
     def responses_to(self, rows: list[dict[str, Any]], mode: str) -> Samples:
-        """Responses to the prompts of some rows, judged."""
         if "_generate_and_score_completions" not in self.overrides:
-            return self._learnable(rows, mode)
+            return super().responses_to(rows, mode)
         return samples_of(self._generate_and_score_completions(rows))
 
     def judge(
@@ -102,11 +73,9 @@ class OnlineMethods:
         columns: Mapping[str, Sequence[Any]],
         **options: Any,
     ) -> RewardBatch:
-        """The rewards of this process's responses; raises ValueError if a subclass's method returns
-        a table of another shape."""
         responses = prompts, completions, completion_ids
         if "_calculate_rewards" not in self.overrides:
-            return self.rewards(*responses, columns, **options)
+            return super().judge(*responses, columns, **options)
         self._judging, count = options, len(prompts)
         rows = [{name: x[i] for name, x in columns.items()} for i in range(count)]
         rows = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
@@ -119,6 +88,10 @@ class OnlineMethods:
                 f"processes' responses, {(count * self.processes.count, len(self.rewards.names))}"
             )
         return self.rewards.batch_of(table, options["left_out"])
+
+    def _units(self, model: nn.Module, samples: Samples, mode: str) -> list[Any]:
+        """Passes, or where a subclass computes the loss the whole batch as TRL has it."""
+        return [self.batch_of(samples)] if self.has_own_loss else self._passes(model, samples, mode)
 
     def batch_of(self, samples: Samples) -> dict[str, Any]:
         """Responses as :func:`as_tensors` lays them out, on the device."""
@@ -189,8 +162,7 @@ class OnlineMethods:
         columns = {"prompt_ids": ids[:, :-width], "prompt_mask": mask[:, :-width]}
         columns |= {"completion_ids": ids[:, -width:], "completion_mask": mask[:, -width:]}
         samples = samples_of({**columns, "advantages": torch.zeros(len(ids))})
-        tokens = token_batch(samples, self.pad_token_id, self._scorer.padding(model))
-        return self._scorer.policy(model, tokens.to(self.args.device), aux, entropy=entropy)
+        return self._scored(model, samples, aux, entropy)
 
     def _compute_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The loss of a batch that is laid out as by :func:`as_tensors`, in training divided by the
@@ -212,10 +184,7 @@ class OnlineMethods:
             logps, entropies, aux_loss = self.own_logprobs(model, inputs, True, aux)
             learned = _learned(inputs).to(logps.device)
             part.scores = TokenScores(logps[learned], entropies[learned], None, None)
-            loss = self._loss.of_pass(part, self._coefficient(), self._chosen)
-            if aux:
-                part.aux_loss = aux_loss.detach()
-                loss = loss + self.router_aux_loss_coef * aux_loss
+            loss = self._loss_of_scored(part, aux_loss)
         else:
             loss = self._pass_loss(model, part)
         self._note([part], mode)

@@ -29,16 +29,18 @@ from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.ref_model import Follow, RefModel
-from fastrl.learn.samples import minibatch_of
+from fastrl.learn.samples import minibatch_of, token_batch
 from fastrl.learn.scorer import check_tokens
 from fastrl.models import CausalLMPolicy
 from fastrl.models.routing import follow_routers, refuse_beside, replays
+from fastrl.models.scorer import ScoredPass
 from fastrl.models.scoring import PassLimit
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import modes_kept
-from fastrl.overrides import overridden
+from fastrl.overrides import check_overrides
 from fastrl.registry import own_functions
 from fastrl.rewards.identity import identities_of
+from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout.backends import make_backend
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Lists
@@ -51,7 +53,6 @@ from fastrl.trainers.groups.generations import Generations, between_generations
 from fastrl.trainers.groups.group_loaders import eval_loader, train_loader, train_sampler
 from fastrl.trainers.groups.judged import judged_by_all
 from fastrl.trainers.groups.log_probs import ResponseScorer
-from fastrl.trainers.groups.methods import LOGPROBS, OnlineMethods, OwnLogprobs
 from fastrl.trainers.groups.prompt_data import (
     PromptRoom,
     check_data,
@@ -75,12 +76,11 @@ from fastrl.trainers.reference import model_of, reference_of
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of, trained_identity
 
+LOGPROBS = "_get_per_token_logps_and_entropies"
+_LOSSES = {"_compute_loss", "compute_loss", LOGPROBS}  # by TRL's names
 
-class OnlineTrainer(
-    OnlineMethods,
-    BaseTrainer,
-    ABC,
-):
+
+class OnlineTrainer(BaseTrainer, ABC):
     """transformers' Trainer that samples responses to prompts, has them judged, and learns from
     them.
 
@@ -100,6 +100,10 @@ class OnlineTrainer(
     needs_old: ClassVar[bool]  # whether old log-probs are read even where all ratios are 1
     learns_kl: ClassVar[bool] = False  # whether rewards hold the KL of the old log-probs
     divides_loss: ClassVar[bool]  # whether TRL's _compute_loss divides by a step's batches itself
+    rewards: RewardFunctions
+    reward_weights: Tensor
+    beta: float
+    aux_loss_enabled: bool
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class OnlineTrainer(
         rollout_func: Any = None,
         environment_factory: Any = None,
     ):
-        self.overrides = overridden(self)
+        check_overrides(type(self))
         train_dataset, eval_dataset = map(list_as_dataset, (train_dataset, eval_dataset))
         interaction = Interaction(tools, environment_factory)
         _check_one(rollout_func, interaction)
@@ -167,30 +171,10 @@ class OnlineTrainer(
         if args.beta:
             self._reference = reference_of(args, self._policy, fresh=peft_config is not None)
         self.rewards = rewards
-        penalties = Penalties.of(
-            args.missing_eos_penalty,
-            args.overlong_buffer,
-            args.overlong_penalty,
-            args.max_completion_length,
-            "max_completion_length",
-        )
         self._further = further_prompts(args, train_dataset)
-        self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
-        self.reward_processing_classes = rewards.processing_classes
-        self.reward_weights = rewards.weights
-        self.num_generations = args.num_generations
-        self.num_generations_eval = args.num_generations_eval or args.num_generations
-        self.num_iterations, self.temperature, self.beta = (
-            args.num_iterations,
-            args.temperature,
-            args.beta,
-        )
-        self.max_completion_length = args.max_completion_length
-        self.chat_template_kwargs = dict(args.chat_template_kwargs or {})
-        self.log_completions = args.log_completions
+        self._take_settings(args, rewards)
         router = router_loss(model, args.router_aux_loss_coef)
         self.aux_loss_enabled, self.router_aux_loss_coef = router
-        by_method = LOGPROBS in self.overrides
         self._replays = replays(model, args.replay_routing)
         if self._replays:
             refuse_beside(
@@ -199,7 +183,7 @@ class OnlineTrainer(
                 own_loss=self.has_own_loss,
             )
         # A subclass that computes log-probs runs forward passes whose routing nobody reads.
-        self._routes = not by_method and follow_routers(model) > 0
+        self._routes = LOGPROBS not in self.overrides and follow_routers(model) > 0
         self._generations = Generations(args.seed, args.steps_per_generation, args.num_iterations)
         self._seconds = 0.0  # that this optimizer step has taken so far
         args.remove_unused_columns = False
@@ -215,7 +199,7 @@ class OnlineTrainer(
             optimizers=optimizers,
         )
         check_one_gpu(self.args)
-        self._make_parts(penalties, by_method=by_method)
+        self._make_parts()
         self.model.add_model_tags([*self._tag_names, "fastrl"])
         warn_of_lost_steps(self.args, self.model, stacklevel=3)
 
@@ -247,12 +231,20 @@ class OnlineTrainer(
             )
         return args
 
-    def _make_parts(self, penalties: Penalties, *, by_method: bool) -> None:
-        """Makes the parts that need the Accelerator, or the model on its device.
+    def _take_settings(self, args: Any, rewards: RewardFunctions) -> None:
+        """Sets attributes of TRL's that are settings, or of the reward functions."""
+        self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
+        self.reward_processing_classes = rewards.processing_classes
+        self.reward_weights = rewards.weights
+        self.num_generations = args.num_generations
+        self.num_generations_eval = args.num_generations_eval or args.num_generations
+        self.num_iterations, self.temperature = args.num_iterations, args.temperature
+        self.beta, self.max_completion_length = args.beta, args.max_completion_length
+        self.chat_template_kwargs = dict(args.chat_template_kwargs or {})
+        self.log_completions = args.log_completions
 
-        Args:
-            by_method: whether a subclass computes the log-probs.
-        """
+    def _make_parts(self) -> None:
+        """Makes what needs the Accelerator, or the model where it is."""
         args, rewards = self.args, self.rewards
         self._noted = ResponseLog(args, rewards.names, self._metrics, self.processes)
         self._logs = self._noted.table  # TRL's name
@@ -266,9 +258,9 @@ class OnlineTrainer(
             self._reference.place(self._policy, self.accelerator)
         self._follow = Follow(self._reference, args)
         self.add_first(self._follow)
-        pad_token = self._tokenizer.pad_token_id
-        of_scorer: Any = args, pad_token, self.accelerator, self._autocast, self.processes
-        self._scorer = OwnLogprobs(self, *of_scorer) if by_method else ResponseScorer(*of_scorer)
+        self._scorer = self._make_scorer(
+            args, self.pad_token_id, self.accelerator, self._autocast, self.processes
+        )
         rewards.to(args.device)
         self._resampling = DynamicSampling(
             self.num_generations, args.dynamic_sampling_rounds, self.processes
@@ -289,7 +281,13 @@ class OnlineTrainer(
         self._collect = Collector(
             self._respond_by(),
             self.judge,
-            penalties,
+            Penalties.of(
+                args.missing_eos_penalty,
+                args.overlong_buffer,
+                args.overlong_penalty,
+                args.max_completion_length,
+                "max_completion_length",
+            ),
             self.processes,
             self._ready,
             NonFiniteNumbers(args.on_nonfinite, counts=False),
@@ -319,6 +317,15 @@ class OnlineTrainer(
         """The reference as a separate model; None where there is no KL, or where the reference is
         the base of the policy's adapter."""
         return model_of(self._reference, self.accelerator)
+
+    @property
+    def pad_token_id(self) -> int:
+        return self._tokenizer.pad_token_id
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether a program's subclass computes the loss, or the log-probs that the loss reads."""
+        return bool(self.overrides & _LOSSES)
 
     def responding_by(self, function: Any) -> RolloutFunction:
         """Returns what answers prompts by calling the ``rollout_func`` ``function``."""
@@ -373,17 +380,33 @@ class OnlineTrainer(
             kl: Σ_t (log π_old - log π_ref) of each response, [B]; None where one is unknown.
         """
 
+    @abstractmethod
+    def _compute_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """The loss of a batch as TRL lays it out, where a program's subclass computes it."""
+
     def _coefficient(self) -> float:
         """The coefficient of the mean entropy, which is subtracted from the loss."""
         return 0.0
 
-    def note_batch(self, batch: Pass, mode: str) -> None:
+    def note_batch(self, batch: Pass, loss: TokenLoss, mode: str) -> None:
         """Logs the metrics of a batch that are computed from its log-probs."""
 
     def _chosen(self, entropies: Tensor) -> Tensor:
         """Which tokens of a batch are learned, [N]: 1 for those whose entropy is among the highest
         in all processes, else 0."""
         return torch.ones_like(entropies)
+
+    def _make_scorer(self, *arguments: Any) -> ResponseScorer:
+        """Makes what scores responses."""
+        return ResponseScorer(*arguments)
+
+    def responses_to(self, rows: list[dict[str, Any]], mode: str) -> Samples:
+        """Responses to the prompts of some rows, judged."""
+        return self._learnable(rows, mode)
+
+    def judge(self, *responses: Any, **options: Any) -> RewardBatch:
+        """The rewards of this process's responses."""
+        return self.rewards(*responses, **options)
 
     # Data.
 
@@ -477,8 +500,6 @@ class OnlineTrainer(
 
     def _units(self, model: nn.Module, samples: Samples, mode: str) -> list[Any]:
         """The inputs of :meth:`compute_loss` for a batch: its passes, or all of it as in TRL."""
-        if self.has_own_loss:
-            return [self.batch_of(samples)]
         return self._passes(model, samples, mode)
 
     def _passes(self, model: nn.Module, samples: Samples, mode: str) -> list[Pass]:
@@ -495,7 +516,7 @@ class OnlineTrainer(
             )
         if self._routes and samples.experts is None:
             samples = replace(samples, experts=[None] * len(samples))
-        device, pad_token = self.args.device, self._tokenizer.pad_token_id
+        device, pad_token = self.args.device, self.pad_token_id
         kl_coef = 0.0 if self.learns_kl else self.beta
         whole = minibatch_of(samples, pad_token, padding, device, kl_coef, self._loss.aggregate)
         denominator = self._loss.denominator(whole, generated)
@@ -536,21 +557,30 @@ class OnlineTrainer(
         return self._pass_loss(model, inputs)
 
     def _pass_loss(self, model: nn.Module, inputs: Pass) -> Tensor:
-        part, coef = inputs.part, self._coefficient()
         scored = self._scorer.policy(
             model,
-            part.tokens,
+            inputs.part.tokens,
             aux=self.aux_loss_enabled and not self._routes,
             entropy=True,
-            objective=self._loss.in_one_pass(inputs, coef, self.processes.count),
+            objective=self._loss.in_one_pass(inputs, self._coefficient(), self.processes.count),
         )
         inputs.scores, inputs.routing = scored.scores, scored.routing
-        loss = self._loss.of_pass(inputs, coef, self._chosen)
-        if self.aux_loss_enabled:
-            aux_loss = scored.aux_loss * (part.size / inputs.whole.size)
-            inputs.aux_loss = aux_loss.detach()
-            loss = loss + self.router_aux_loss_coef * aux_loss
+        loss = self._loss_of_scored(inputs, scored.aux_loss if self.aux_loss_enabled else None)
         return loss if inputs.counts else loss * 0
+
+    def _loss_of_scored(self, scored: Pass, aux_loss: Tensor | None) -> Tensor:
+        """The loss of a pass that has its scores, with the experts' loss where one is given."""
+        loss = self._loss.of_pass(scored, self._coefficient(), self._chosen)
+        if aux_loss is not None:
+            aux_loss = aux_loss * (scored.part.size / scored.whole.size)
+            scored.aux_loss = aux_loss.detach()
+            loss = loss + self.router_aux_loss_coef * aux_loss
+        return loss
+
+    def _scored(self, model: nn.Module, samples: Samples, aux: bool, entropy: bool) -> ScoredPass:
+        """The policy's forward pass over responses, see :meth:`ResponseScorer.policy`."""
+        tokens = token_batch(samples, self.pad_token_id, self._scorer.padding(model))
+        return self._scorer.policy(model, tokens.to(self.args.device), aux, entropy=entropy)
 
     def _note(self, passes: list[Pass], mode: str) -> None:
         """Logs the metrics of a batch from its passes."""
@@ -566,7 +596,7 @@ class OnlineTrainer(
         for name in ("load", "changed_choices") if routings else ():
             if name in routings[0]:
                 noted[f"router/{name}"] = mean_of(torch.stack([x[name] for x in routings]))
-        self.note_batch(batch, mode)
+        self.note_batch(batch, self._loss, mode)
         self._metrics[mode].add(noted)
 
     # Responses and rewards.

@@ -14,15 +14,15 @@ from fastrl.run.metric_means import Parts, mean_of
 from fastrl.run.model_card import policy_gradient
 from fastrl.samples import Samples
 from fastrl.trainers.groups.judged import nanstd
-from fastrl.trainers.groups.online import OnlineTrainer
+from fastrl.trainers.groups.methods import OverridableTrainer
 from fastrl.trainers.groups.policy_loss import loss_of_rloo, note_clips
 from fastrl.trainers.groups.rloo_config import RLOOConfig
 
 
-class RLOOTrainer(OnlineTrainer):
-    """Trains a causal language model on the rewards of its own responses, with the mean reward of a
-    prompt's other responses as baseline (Ahmadian et al., "Back to basics", 2024), by the names,
-    arguments and logs of TRL 1.x.
+class RLOOTrainer(OverridableTrainer):
+    """Trains a causal language model on the rewards of its own responses, with the mean
+    reward of a prompt's other responses as baseline (Ahmadian et al., "Back to basics", 2024), by
+    the names, arguments and logs of TRL 1.x.
 
     R' = clip(R) - beta·Σ_t (log π_old - log π_ref); A is R' less the mean R' of the other responses
     to the prompt. The loss is the mean over responses of -min(ρ·A, clip(ρ, 1 - ε, 1 + ε_high)·A),
@@ -66,6 +66,6 @@ class RLOOTrainer(OnlineTrainer):
     def _make_loss(self) -> TokenLoss:
         return loss_of_rloo(self.args)
 
-    def note_batch(self, batch: Pass, mode: str) -> None:
-        ratios = self._loss.ratios(batch.whole, batch.logprobs)
+    def note_batch(self, batch: Pass, loss: TokenLoss, mode: str) -> None:
+        ratios = loss.ratios(batch.whole, batch.logprobs)
         note_clips(self._metrics[mode], ratios.units, ratios.advantages, self.args)

@@ -54,7 +54,7 @@ class DPOTrainer(PreferenceTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "fastrl", "dpo"]
     config_class = DPOConfig
     collator_class = PairCollator
-    ref_columns = _REFS
+    computed_columns = _REFS
     short_name: ClassVar[str] = "DPO"
     example: ClassVar[str] = "pair"
     id_columns = OF_A_PAIR
@@ -68,11 +68,10 @@ class DPOTrainer(PreferenceTrainer):
         )
 
     def prepare_rows(self, dataset: Any) -> Any:
-        args = self._settings
+        args = self.args
         longest = self._longest_prompt if args.truncation_mode == "keep_start" else None
-        return prepare_pairs_of_ids(
-            dataset, self._tokenizer, args.dataset_num_proc, longest, args.cuts
-        )
+        tokenizer = self.processing_class
+        return prepare_pairs_of_ids(dataset, tokenizer, args.dataset_num_proc, longest, args.cuts)
 
     def ref_logprobs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         return self._ref_sums(self.completions(batch)).chunk(2)

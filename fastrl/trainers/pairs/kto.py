@@ -62,14 +62,17 @@ class KTOTrainer(PreferenceTrainer):
                 "that of completions behind another example's prompt; or choose "
                 "loss_type='apo_zero_unpaired'"
             )
-        self.ref_columns = ("ref_logps", "ref_KL_logps") if self._row.has_kl else ("ref_logps",)
         return args
 
+    @property
+    def computed_columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("ref_logps", "ref_KL_logps") if self._row.has_kl else ("ref_logps",)
+
     def prepare_rows(self, dataset: Any) -> Any:
-        args = self._settings
+        args = self.args
         return prepare_completions_of_ids(
             dataset,
-            self._tokenizer,
+            self.processing_class,
             args.dataset_num_proc,
             self._longest_prompt,
             args.per_device_train_batch_size if self._row.has_kl else None,
@@ -89,7 +92,7 @@ class KTOTrainer(PreferenceTrainer):
         args = self.args
         completions, *mismatched = both = self._completions(batch)
         if args.precompute_ref_log_probs:
-            reference, *of_kl = (batch[name] for name in self.ref_columns)
+            reference, *of_kl = (batch[name] for name in self.computed_columns)
         else:
             reference, *of_kl = (self.ref_score(x).sum(1) for x in both)
         kl = self._kl(model, mismatched[0], of_kl[0]) if mismatched else reference.new_zeros(())

@@ -24,7 +24,7 @@ from fastrl.models.routing import follow_routers
 from fastrl.models.scorer import ScoredPass, TokenScorer
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating, without_dropout
-from fastrl.overrides import overridden
+from fastrl.overrides import check_overrides
 from fastrl.settings import check_refused, kept_settings
 from fastrl.trainers import rehearse
 from fastrl.trainers.pairs.preference_config import PreferenceConfig
@@ -58,7 +58,6 @@ class PreferenceTrainer(SupervisedTrainer):
     id_columns: ClassVar[tuple[str, ...]]  # token ids of prompts and of each completion
     rehearsed_as = rehearse.PREFERENCES
     metric_differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}  # noqa: RUF012
-    ref_columns: tuple[str, ...]  # precomputed columns, one for each [B] of ref_logprobs
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class PreferenceTrainer(SupervisedTrainer):
         tokenizer: Any = None,
         **settings: Any,
     ):
-        self.overrides = overridden(self)
+        check_overrides(type(self))
         processing_class = tokenizer if processing_class is None else processing_class
         args = self._settings_of(args, model, settings)
         if train_dataset is None:
@@ -104,14 +103,12 @@ class PreferenceTrainer(SupervisedTrainer):
         router = router_loss(model, args.router_aux_loss_coef)
         self.aux_loss_enabled, self.router_aux_loss_coef = router
         self._routes = self.aux_loss_enabled and follow_routers(model) > 0
-        self._tokenizer = tokenizer
-        self._settings = args
         self._max_length = length_limit(args, model, tokenizer)
         self.scorer = TokenScorer()
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or self._collator(args),
+            data_collator=data_collator or self._collator(args, tokenizer),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
@@ -124,7 +121,7 @@ class PreferenceTrainer(SupervisedTrainer):
         if self._reference is not None:
             self._reference.place(self._policy, self.accelerator)
         if self.args.precompute_ref_log_probs:
-            self._precompute_all()
+            self.replace_data(self._with_ref_logprobs)
         self._follow = Follow(self._reference, self.args)
         self.add_first(self._follow)
         self.model.add_model_tags(self._tag_names)
@@ -137,7 +134,8 @@ class PreferenceTrainer(SupervisedTrainer):
 
     @abstractmethod
     def ref_logprobs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The reference's log-probs of a batch, one [B] for each of ``ref_columns``."""
+        """The reference's log-probs of a batch, one [B] for each of
+        ``computed_columns``."""
 
     @abstractmethod
     def losses(
@@ -189,7 +187,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return kind(**{**present, **settings})
 
     def prepare_model(self, model: Any) -> Any:
-        return adapted(model, self._peft_config, self._settings)
+        return adapted(model, self._peft_config, self.args)
 
     def _choose_reference(self, args: Any, reference: CausalLMPolicy | None) -> RefModel | None:
         """The reference; None where the policy itself computes its log-probs before training."""
@@ -207,13 +205,13 @@ class PreferenceTrainer(SupervisedTrainer):
     # Data.
 
     def prepare_data(self, dataset: Any, training: bool) -> Any:
-        if self._settings.precompute_ref_log_probs and is_stream(dataset):
+        if self.args.precompute_ref_log_probs and is_stream(dataset):
             raise ValueError(
                 "precompute_ref_log_probs=True is not supported with IterableDataset, which is "
                 "read once: load it without streaming, or leave it out"
             )
         rows = self.prepare_rows(dataset)
-        if hasattr(self, "products") and self._settings.precompute_ref_log_probs:
+        if hasattr(self, "products") and self.args.precompute_ref_log_probs:
             rows = self._with_ref_logprobs(rows, training)
         return rows
 
@@ -227,7 +225,7 @@ class PreferenceTrainer(SupervisedTrainer):
         most = self._max_length or 10**9
         rows = zip(*(dataset[name] for name in self.id_columns), strict=True)
         lengths = ([min(len(p) + len(c), most) for c in sides] for p, *sides in rows)
-        if self._settings.padding_free:
+        if self.args.padding_free:
             return map(sum, lengths)
         return (len(sides) * max(sides) for sides in lengths)
 
@@ -248,36 +246,20 @@ class PreferenceTrainer(SupervisedTrainer):
         return parts
 
     @property
-    def computed_columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.ref_columns
-
-    @property
     def _longest_prompt(self) -> int | None:
         return None if self._max_length is None else self._max_length - 1
 
-    def _collator(self, args: Any) -> PairCollator:
+    def _collator(self, args: Any, tokenizer: Any) -> PairCollator:
         return self.collator_class(
-            self._tokenizer.pad_token_id,
+            tokenizer.pad_token_id,
             self._max_length,
             getattr(args, "truncation_mode", "keep_start"),
             args.pad_to_multiple_of,
         )
 
-    def _precompute_all(self) -> None:
-        """Adds the reference's log-probs to the data sets of training and evaluation."""
-        self.train_dataset = self._with_ref_logprobs(self.train_dataset, True)
-        held_out = self.eval_dataset
-        if isinstance(held_out, dict):
-            held_out = {name: self._with_ref_logprobs(x, False) for name, x in held_out.items()}
-            self._prepared.update(held_out.values())
-        elif held_out is not None:
-            held_out = self._with_ref_logprobs(held_out, False)
-            self._prepared.add(held_out)
-        self.eval_dataset = held_out
-
     def _with_ref_logprobs(self, dataset: Any, training: bool) -> Any:
         """The data set with the reference's log-probs as columns."""
-        if all(name in dataset.column_names for name in self.ref_columns):
+        if all(name in dataset.column_names for name in self.computed_columns):
             return dataset
         if self._reference is None and self.state.global_step > 0:
             raise ValueError(
@@ -311,7 +293,7 @@ class PreferenceTrainer(SupervisedTrainer):
                 logprobs |= dict(zip(chosen, rows, strict=True))
         of_all = {i: row for part in self.processes.objects(logprobs) for i, row in part.items()}
         table = [of_all[i] for i in range(len(dataset))]
-        for k, name in enumerate(self.ref_columns):
+        for k, name in enumerate(self.computed_columns):
             dataset = dataset.add_column(name, [row[k] for row in table])
         return dataset
 

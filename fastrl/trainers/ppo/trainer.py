@@ -6,7 +6,7 @@ import inspect
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,29 +27,28 @@ from fastrl.learn.advantages import check_estimates
 from fastrl.learn.engine import Engine
 from fastrl.learn.experience import Experience
 from fastrl.learn.kl import make_kl_penalty, warn_of_negative_kl
+from fastrl.learn.loss import UpdateLoss
 from fastrl.learn.memory import Activations
 from fastrl.learn.nonfinite import NonFiniteExperience, NonFiniteNumbers
 from fastrl.learn.old_logprobs import OldLogprobs
 from fastrl.learn.ref_model import choose_ref_model
+from fastrl.learn.ref_model.adapter import SwitchedAdapter
 from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
-from fastrl.learn.scorer import Scorer, check_tokens
+from fastrl.learn.scorer import Scorer, check_tokens, in_passes, scored_by, scores_of
 from fastrl.learn.update import Update
 from fastrl.learn.warmup import CriticWarmup
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.critic import Critic
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.host_memory import to_device
-from fastrl.models.optimizers import (
-    check_optimizer,
-    learning_rate_of,
-)
+from fastrl.models.optimizers import check_optimizer, learning_rate_of
 from fastrl.models.products import Products
 from fastrl.models.routing import follow_routers, refuse_beside
 from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating
-from fastrl.overrides import overridden
+from fastrl.overrides import check_overrides, overridden
 from fastrl.rewards.weighted import RewardFunctions
-from fastrl.run import hub
+from fastrl.run import hub, metrics
 from fastrl.run.callbacks import TrainCallback, TrainResult
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
@@ -62,7 +61,6 @@ from fastrl.trainers import rehearse
 from fastrl.trainers.plan.passes import PassSize
 from fastrl.trainers.plan.report import Plan
 from fastrl.trainers.ppo import method, stats
-from fastrl.trainers.ppo.classic import ClassicMethods
 from fastrl.trainers.ppo.critic import CriticLearner, checked_critic
 from fastrl.trainers.ppo.loop import Loop, Numbers
 from fastrl.trainers.ppo.persistence import ModelFiles, load_checkpoint, save_checkpoint
@@ -87,7 +85,7 @@ from fastrl.trainers.ppo.step_input import StepInputs, placed_scores, sampled_to
 _LOOP_COLUMNS = ("label", "query", "response")
 
 
-class PPOTrainer(ClassicMethods):
+class PPOTrainer:
     """Proximal policy optimisation of a language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
@@ -151,7 +149,8 @@ class PPOTrainer(ClassicMethods):
         training_data_collator: Callable | None = None,
         critic: Critic | PreTrainedModel | str | Path | None = None,
     ):
-        self._estimates = "compute_advantages" in overridden(self)  # a subclass's method computes
+        check_overrides(type(self))
+        self._estimates = "compute_advantages" in overridden(type(self))  # by a subclass's method
         config = config or PPOConfig()
         has_critic = critic is not None
         if isinstance(config, PPOConfig):
@@ -778,6 +777,165 @@ class PPOTrainer(ClassicMethods):
         _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())
 
+    # What programs for TRL call, and step() does without.
+
+    @property
+    def optional_peft_ctx(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Makes a context in which the policy's adapter is switched off, where the policy without
+        its adapter is the reference; else a context in which nothing changes."""
+        switched = isinstance(self.reference, SwitchedAdapter)
+        return self.reference.as_policy if switched else nullcontext
+
+    def prepare_model_inputs(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """Joins and pads queries and responses: input_ids and attention_mask, [B, T] int64.
+
+        The tokenizer's padding_side decides where the padding goes. For an encoder–decoder, these
+        hold the queries, and decoder_input_ids and decoder_attention_mask the responses, behind the
+        decoder's start token; padding goes to the end.
+        """
+        inputs = self.batches.model_inputs(queries, self.batches.own(responses)[0])
+        return {name: tensor.to(self.current_device) for name, tensor in inputs.items()}
+
+    def batched_forward_pass(
+        self,
+        model: Any,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        model_inputs: dict[str, Tensor],
+        return_logits: bool = False,
+        response_masks: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Scores responses without gradients: log-probs at ``PPOConfig.temperature``, logits
+        (before the temperature) or None, values and masks.
+
+        Args:
+            model_inputs: what :meth:`prepare_model_inputs` returned for the same queries and
+                responses.
+
+        Returns:
+            [B, T-1], [B, T-1, V] or None, [B, T-1], [B, T-1] bool; zero where the mask is False.
+        """
+        responses, response_masks = self.batches.own(responses, response_masks)
+        batch = self.batches.from_inputs(model_inputs, queries, responses, response_masks)
+        batch = batch.to(self.current_device)
+        temperature = self.config.temperature
+        score = scores_of(scored_by(model), logits=return_logits, temperature=temperature)
+        scored = in_passes(batch, score, self.scorer.limit, shares=[range(len(batch))])
+        return scored["logprobs"], scored.get("logits"), scored["values"], batch.mask
+
+    def loss(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        logprobs: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Policy loss, vf_coef × value loss, and statistics; inputs [B, T-1], or [T-1] of a single
+        sample, and logits with the vocabulary as one more dimension, for the entropy at
+        ``PPOConfig.temperature``.
+
+        Each of the two losses has its own gradient. ``step()`` computes both in one pass, to the
+        same numbers. Neither has the KL term of ``kl_in="loss"``, or a term of entropies.
+
+        Raises:
+            ValueError: a separate critic learns the values.
+        """
+        if self.update.critic is not None:
+            raise ValueError(
+                "the policy's and the critic's losses are minimised apart, and this is that of "
+                "one model: call step()"
+            )
+        loss = self.update.gradient.loss
+        assert isinstance(loss, UpdateLoss)
+        old = Experience(old_logprobs, values, advantages, returns)
+        policy_loss, value_loss, named = loss.of_scored(old, mask, logprobs, vpreds, logits)
+        statistics = {name.removeprefix("ppo/"): value for name, value in named.items()}
+        return policy_loss, value_loss, statistics
+
+    def train_minibatch(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logprobs: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> dict[str, Tensor]:
+        """Takes an optimizer step on :meth:`loss`; returns the statistics of that.
+
+        The step is left out, with a warning, where the loss or its gradient is not finite.
+        """
+        policy_loss, value_loss, statistics = self.loss(
+            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
+        )
+        self.update.minimise(policy_loss + value_loss)
+        return statistics
+
+    def _step_safety_checker(
+        self,
+        batch_size: int,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        masks: list[Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
+        """The checks of :meth:`step` under TRL's name; returns the arguments on the device, scores
+        as 0-D tensors unless they are per token.
+
+        Raises:
+            ValueError: see ``step()``.
+        """
+        data.check_batch_size(queries, responses, batch_size)
+        starts = self.batches.starts(responses)
+        totals, of_tokens = data.check_scores(scores, batch_size, responses, masks, starts)
+        self.nonfinite.scores(totals, (), self._name_in(queries))
+        self.batches(queries, responses, masks)
+
+        def on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensor.to(self.current_device) for tensor in tensors]
+
+        flat = on_device(scores)
+        flat = [score.reshape(()) for score in flat] if of_tokens is None else flat
+        masks = None if masks is None else on_device(masks)
+        return on_device(queries), on_device(responses), flat, masks
+
+    def log_stats(
+        self,
+        stats: dict[str, Any],
+        batch: dict[str, Any],
+        rewards: Sequence[Tensor | float] | Tensor,
+        columns_to_log: Iterable[str] = ("query", "response"),
+    ) -> None:
+        """Logs a step: to the tracker of ``log_with``, else as a table of samples on the console.
+
+        Args:
+            stats: what ``step()`` returned.
+            batch: columns of texts, such as query and response.
+            rewards: one number per sample, or one for each of its tokens, which are added up.
+            columns_to_log: the columns of ``batch`` that the table shows.
+        """
+        metrics.log_stats(
+            self.accelerator,
+            self.config.log_with,
+            self._state.step,
+            stats,
+            batch,
+            rewards,
+            columns_to_log,
+        )
+
+    def _name_in(self, queries: Sequence[Tensor]) -> Callable[[int], str]:
+        """Names a sample by the text of its query."""
+        return lambda i: repr(self.tokenizer.decode(queries[i]))
+
     def plan(
         self,
         prompt_tokens: int,
@@ -892,7 +1050,7 @@ class PPOTrainer(ClassicMethods):
 
     @property
     def steps_begun(self) -> int:
-        """Counts the steps that all optimizers have begun."""
+        """The sum of the optimizer steps of policy and critic."""
         return self.update.steps_begun
 
     @property
