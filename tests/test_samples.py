@@ -73,11 +73,7 @@ def batch_of(
     they have no name."""
     queries = [1 + i % 3 for i in range(len(lengths))]
     read = [2 + i % 4 for i in range(len(lengths))]
-    known: dict[str, Any] = {
-        "query_lengths": queries,
-        "response_lengths": lengths,
-        "encoder_lengths": read,
-    }
+    known = {"query_lengths": queries, "response_lengths": lengths, "encoder_lengths": read}
     columns = dict[str, Any]()
     for salt, each in enumerate(fields(kind)):
         if each.name in ("position_ids", "experts") and each.name not in names:

@@ -342,7 +342,9 @@ class UpdateLoss(TokenLoss):
 
         new, entropies = flat(logprobs), torch.zeros_like(flat(logprobs))
         weights, denominator = self.aggregate.weights(lengths), self.aggregate.denominator(lengths)
-        of_policy = Experience(flat(old.logprobs), None, flat(old.advantages), None, None, weights)
+        of_policy = Experience(
+            logprobs=flat(old.logprobs), advantages=flat(old.advantages), weights=weights
+        )
         objective = self.policy_objective(of_policy, lengths, denominator, entropy_coef=0.0)
         objective = objective._replace(top_entropy=1.0)
         loss, stats = policy_loss_of(new, None, objective)

@@ -853,7 +853,9 @@ class PPOTrainer:
             )
         loss = self.update.gradient.loss
         assert isinstance(loss, UpdateLoss)
-        old = Experience(old_logprobs, values, advantages, returns)
+        old = Experience(
+            logprobs=old_logprobs, values=values, advantages=advantages, returns=returns
+        )
         policy_loss, value_loss, named = loss.of_scored(old, mask, logprobs, vpreds, logits)
         statistics = {name.removeprefix("ppo/"): value for name, value in named.items()}
         return policy_loss, value_loss, statistics

@@ -24,5 +24,6 @@ assert learned.state()["turns"] is learned.turns
 assert trainer.state.log_history[0]["completions/mean_turns"] == (1 + 2 + 2 + 2) / 4
 
 assert "turns" in test_samples.COLUMNS
-test_samples.test_some_of_the_samples_and_parts_of_them()
+test_samples.test_some_of_them(kind="samples")
+test_samples.test_parts_one_after_the_other()
 test_samples.test_a_column_that_one_part_lacks_is_filled_or_dropped_by_name()
