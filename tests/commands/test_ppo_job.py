@@ -25,8 +25,9 @@ def arguments(world, output, reward=None, /, **flags) -> list[str]:
 @pytest.mark.usefixtures("figures")
 def test_classifier_reward_leaves_a_model_and_a_report(world, tmp_path, capsys):
     assert cli.main(arguments(world, tmp_path / "run")) == 0
-    run = tmp_path / "run"
-    assert "10 held-out prompts: mean reward" in capsys.readouterr().out
+    run, said = tmp_path / "run", capsys.readouterr()
+    assert "10 held-out prompts: mean reward" in said.out
+    assert "reviews.jsonl has no column 'prompt': prompts are its column 'text' (--prom" in said.err
     assert (run / "report.png").stat().st_size > 10_000
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {"objective/kl", "reward/mean", "time/rollout"} <= set().union(*rows)

@@ -615,3 +615,15 @@ def test_a_model_that_transformers_cannot_generate_with_is_refused_by_name(monke
     monkeypatch.setattr(type(model), "prepare_inputs_for_generation", lacking)
     with pytest.raises(ValueError, match=r"BloomForCausalLM: model.generate of transformers does"):
         GenerateEngine(model, tiny.tokenizer()).generate_with(tiny_models.prompts(3, 5), GREEDY)
+
+
+def test_a_generate_in_the_classes_place_may_return_ids_alone(monkeypatch):
+    model = tiny_models.language_model("gpt2")
+
+    def own(self, input_ids, max_new_tokens, **_):
+        return torch.cat([input_ids, input_ids.new_full((len(input_ids), max_new_tokens), 7)], 1)
+
+    monkeypatch.setattr(type(model), "generate", own)
+    engine = GenerateEngine(model, tiny.tokenizer(), batch_size=2)
+    out = engine.generate_with(tiny_models.prompts(3, 5), GREEDY)
+    assert [ids.tolist() for ids in out.sequences] == [[7] * 6] * 2

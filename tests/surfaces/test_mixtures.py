@@ -136,6 +136,23 @@ def test_a_router_is_replayed_by_its_own_code(family):
     assert torch.equal(used[:, 0], other[:, 0].long())
 
 
+def test_a_router_may_return_the_experts_first(monkeypatch):
+    """As those of GraniteMoeHybrid do with older versions of transformers."""
+    (ids,), other = words(9), random_choices(9)
+    expected = [chosen(mixture(), ids, choices) for choices in (None, other)]
+    model = mixture()
+    kind = type(routers(model)[0])
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args: forward(self, *args)[::-1])
+    assert follow_routers(model) == 2
+    for router in routers(model):  # the layer around it reads today's order
+        router.register_forward_hook(lambda *given: given[-1][::-1])
+    for choices, (logits, used) in zip((None, other), expected, strict=True):
+        found = chosen(model, ids, choices)
+        assert torch.equal(found[0], logits)
+        assert torch.equal(found[1], used)
+
+
 def _softmax_of_all(logits: Tensor, experts: Tensor, router: Any) -> Tensor:
     found = logits.softmax(-1).gather(-1, experts)
     return found / found.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", 1) else found

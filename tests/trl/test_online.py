@@ -222,7 +222,10 @@ def test_a_table_of_completions_outlives_the_run_that_sampled_them(tmp_path: Pat
 
 def test_a_list_of_rows_keeps_the_columns_of_all(tmp_path: Path) -> None:
     rows = [{"prompt": "w5 w6"}, {"prompt": "w7", "gold": "w8"}] * 4
-    trained = [make(tmp_path / kind, kind, train_dataset=rows) for kind in KINDS]
+    several: Any = {"few": rows[:2], "all": rows}
+    trained = [
+        make(tmp_path / kind, kind, train_dataset=rows, eval_dataset=several) for kind in KINDS
+    ]
     pairs = [{"chosen": " w9", "rejected": " w8", **row} for row in rows]
     args = DPOConfig(str(tmp_path / "dpo"), use_cpu=True, bf16=False, report_to="none")
     of_pairs = DPOTrainer(
@@ -234,6 +237,7 @@ def test_a_list_of_rows_keeps_the_columns_of_all(tmp_path: Path) -> None:
     )
     for trainer in trained:
         assert trainer.train_dataset["gold"][:4] == [None, "w8", None, "w8"]
+        assert list(trainer.eval_dataset["few"]) == [{**rows[0], "gold": None}, rows[1]]
     sets = of_pairs.eval_dataset
     assert [len(x) for x in (of_pairs.train_dataset, *sets.values())] == [8, 2, 6]
     with pytest.raises(TypeError, match="row 1 is a str: rows are dicts by column"):
