@@ -2,12 +2,17 @@
 
 import asyncio
 import csv
+import importlib.util
 import inspect
 import json
+import os
 import sys
 
 import pytest
 
+import fastrl
+import fastrl_kernels
+from fastrl import user_code
 from fastrl.rewards.functions import load_function
 from fastrl.user_code import fault_of
 
@@ -131,3 +136,20 @@ def test_other_errors_are_nobodys_fault():
 def test_half_a_name_is_refused(name):
     with pytest.raises((ValueError, FileNotFoundError)):
         load_function(name)
+
+
+@pytest.mark.parametrize("package", [fastrl, fastrl_kernels, json])
+def test_no_file_of_a_library_is_the_users_by_any_path(package, file, tmp_path, monkeypatch):
+    """An editable installation has links to its folders."""
+    link = tmp_path / "link"
+    link.symlink_to(os.path.dirname(fastrl.__file__))
+    spec = importlib.util.spec_from_file_location("linked", link / "user_code.py")
+    linked = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "linked", linked)
+    spec.loader.exec_module(linked)
+    folder = os.path.dirname(package.__file__)
+    (tmp_path / "other").symlink_to(folder)
+    for path in (folder, os.path.realpath(folder), str(tmp_path / "other")):
+        for module in (user_code, linked):
+            assert not module.is_users(os.path.join(path, "__init__.py"))
+            assert module.is_users(str(file))
