@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, Features, Json, List, Value, disable_progress_bars, load_dataset
 
-from fastrl.data.chat import render, templates_of
+from fastrl.data.chat import render, templates_of, without_nulls
 from fastrl.data.datas_loader import DatasLoader
 from fastrl.data.preferences import prepare_completions_of_ids, prepare_pairs_of_ids
 from fastrl.data.prepare import prepare_pairs, prepare_texts
@@ -191,6 +191,12 @@ def test_values_beside_nulls_are_those_that_were_written(held: str, tmp_path: Pa
     ]
     table = as_dataset(HOLDS[held](rows, tmp_path))
     assert list(table) == rows
+
+
+def test_a_null_of_a_key_that_all_rows_of_a_file_have_is_kept(tmp_path: Path) -> None:
+    rows = [{"x": {"z": None}, "y": [{"a": 1}]}, {"x": {"z": 1}, "y": [{"a": None}]}]
+    table = as_dataset(load_table(written(rows, tmp_path)))
+    assert [without_nulls(row) for row in table] == rows
 
 
 def test_an_argument_that_a_policy_gives_as_null_is_kept() -> None:
