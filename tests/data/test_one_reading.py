@@ -391,14 +391,19 @@ def test_a_text_that_ends_with_eos_is_closed_once() -> None:
     assert row["input_ids"] == [read.bos, *read.ids("dc"), read.eos]
 
 
-def test_a_turn_between_two_equal_answers_is_not_learned() -> None:
-    """Of a template that ends the last turn with another token."""
-    made, read = tokenizer("neither", "switches"), Reading("neither")
+@pytest.mark.parametrize("thought", ["", "m"])
+def test_a_turn_between_two_equal_answers_is_not_learned(thought: str) -> None:
+    """Of a template that ends the last turn with another token, and may leave out a thought of all
+    others."""
+    made, read = copy.deepcopy(tokenizer("neither", "switches")), Reading("neither")
+    turn = f"{{{{ ('{thought}' if loop.last and not add_generation_prompt else '') + m.content +"
+    made.chat_template = made.chat_template.replace("{{ m.content +", turn)
+    assert turn in made.chat_template
     turns = [("user", "a"), ("assistant", "d"), ("user", "d"), ("assistant", "d")]
     chat = [{"role": role, "content": said} for role, said in turns]
     (row,) = prepare_texts([{"messages": chat}], made, assistant_only=True)
     learned = [x for x in row["labels"] if x != IGNORED]
-    assert learned == read.ids("d<x>d<e>")
+    assert learned == read.ids(f"d<x>{thought}d<e>")
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["marked", "unmarked"])
