@@ -7,13 +7,21 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 import fastrl
 from fastrl import cli
 from fastrl.alignment import DatasLoader
 from fastrl.data.encode import Encoder
 from fastrl.models.fast_tokenizer import as_fast
+from fastrl.models.load import load_tokenizer
+from fastrl.rewards.classifier import ClassifierReward
+from fastrl.rewards.judges import ModelJudge
 from fastrl.tools.reports import report
 from tests import mistral_folders
 from tests.trainers.conftest import ONE_STEP
@@ -149,6 +157,35 @@ def test_ppo_generates_learns_and_scores_with_it(folders):
     queries = [torch.tensor(raw("hello")["input_ids"])] * 2
     responses = trainer.generate(queries, max_new_tokens=3, return_prompt=False)
     trainer.step(queries, responses, [torch.tensor(1.0), torch.tensor(0.0)])
+
+
+@pytest.mark.parametrize("door", ["loaded", "policy", "classifier", "judge", "reward model"])
+def test_what_scores_and_judges_reads_chats(folders, door, tmp_path):
+    folder = folders["v7"]
+    raw = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    scorer = AutoModelForSequenceClassification.from_config(
+        AutoConfig.from_pretrained(folder, num_labels=1)
+    )
+    args = fastrl.GRPOConfig(str(tmp_path), **ONE_STEP, **_ONLINE)
+    prompts = Dataset.from_dict({"prompt": [[_ASKS]] * 4})
+    tokenizer = {
+        "loaded": lambda: load_tokenizer(folder),
+        "policy": lambda: (
+            fastrl.PPOTrainer(
+                fastrl.PPOConfig(), fastrl.AutoModelForCausalLMWithValueHead(model), tokenizer=raw
+            ).tokenizer
+        ),
+        "classifier": lambda: ClassifierReward(scorer, raw).tokenizer,
+        "judge": lambda: ModelJudge(model, raw).tokenizer,
+        "reward model": lambda: fastrl.GRPOTrainer(
+            model, scorer, args, prompts, processing_class=raw, reward_processing_classes=raw
+        ).reward_processing_classes[0],
+    }[door]()
+    assert getattr(tokenizer, "is_fast", False)
+    assert Encoder(tokenizer).alone([_ASKS, _SAYS])[0] == written(
+        folder, [_ASKS, _SAYS], None, "finetuning"
+    )
 
 
 def test_alignments_loader_reads_chats(folders):

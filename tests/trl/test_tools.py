@@ -310,6 +310,19 @@ def test_a_step_learns_what_the_policy_wrote(tmp_path: Path) -> None:
     assert roles == [["assistant", "tool", "assistant"]] * 3 + [["assistant"]]
 
 
+def test_a_prompt_beside_tools_is_cut_to_bos_and_its_end(tmp_path: Path) -> None:
+    reader = chat_tokenizer.tokenizer()
+    reader.bos_token, reader.chat_template = "<|start|>", "{{ bos_token }}" + reader.chat_template
+    written = render(PROMPT, reader, answered=False, template={"tools": [multiply]})
+    whole = reader(written, add_special_tokens=False)["input_ids"]
+    with pytest.warns(UserWarning, match="max_prompt_length=9 .today: cut prompts in the data"):
+        trainer = make(tmp_path, tools=[multiply], max_prompt_length=9, processing_class=reader)
+    says(trainer, [f"{i}<|end|>" for i in range(4)])
+    trainer.train()
+    for ids in trainer._generations.buffer[0].prompt_ids:
+        assert ids.tolist() == [reader.bos_token_id, *whole[-8:]]
+
+
 def echo() -> str:
     """Says a word."""
     return "w"
