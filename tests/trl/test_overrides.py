@@ -265,7 +265,8 @@ class OfLogits:
         self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         ids = inputs["input_ids"]
-        assert getattr(inputs, "input_ids", ids) is ids
+        if isinstance(self, fastrl.SFTTrainer):  # TRL's collator may make a dict
+            assert getattr(inputs, "input_ids", None) is ids
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         logprobs = outputs.logits[:, :-1].log_softmax(-1)
