@@ -168,6 +168,9 @@ def test_a_checkpoint_of_an_earlier_version_keeps_the_tokens_of_its_run(
     with pytest.warns(UserWarning, match="is of an earlier version: the next log is without the"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.state.log_history[-1]["num_tokens"] == _tokens(whole._metrics["train"]) > 0
+    # As of a run of two processes, which another number goes on with.
+    joined = resumed.joined_state([{"metrics": {"tokens": x}} for x in (6.0, 4.0)])
+    assert joined["metrics"] == {"tokens": 10.0}
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
 
