@@ -138,18 +138,18 @@ def test_half_a_name_is_refused(name):
         load_function(name)
 
 
-@pytest.mark.parametrize("package", [fastrl, fastrl_kernels, json])
-def test_no_file_of_a_library_is_the_users_by_any_path(package, file, tmp_path, monkeypatch):
+def test_no_file_of_a_library_is_the_users_by_any_path(file, tmp_path, monkeypatch):
     """An editable installation has links to its folders."""
-    link = tmp_path / "link"
-    link.symlink_to(os.path.dirname(fastrl.__file__))
-    spec = importlib.util.spec_from_file_location("linked", link / "user_code.py")
+    (tmp_path / "fastrl").symlink_to(os.path.dirname(fastrl.__file__))
+    spec = importlib.util.spec_from_file_location("linked", tmp_path / "fastrl" / "user_code.py")
     linked = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "linked", linked)
     spec.loader.exec_module(linked)
-    folder = os.path.dirname(package.__file__)
-    (tmp_path / "other").symlink_to(folder)
-    for path in (folder, os.path.realpath(folder), str(tmp_path / "other")):
-        for module in (user_code, linked):
-            assert not module.is_users(os.path.join(path, "__init__.py"))
-            assert module.is_users(str(file))
+    for package in (fastrl, fastrl_kernels, json):
+        folder, link = os.path.dirname(package.__file__), tmp_path / f"{package.__name__}-link"
+        link.symlink_to(folder)
+        for path in (folder, os.path.realpath(folder), link):
+            for module in (user_code, linked):
+                assert not module.is_users(os.path.join(path, "__init__.py")), path
+    assert user_code.is_users(str(file))
+    assert linked.is_users(str(file))

@@ -30,6 +30,7 @@ from fastrl.rewards.functions import ClassifierReward
 from fastrl.trainers.groups.reward_functions import RewardFunctions
 from fastrl.trainers.groups.rollouts import GroupRollouts
 from tests import mistral_folders
+from tests.together import together
 
 # A prompt's end may have other tokens in front of its completion than alone.
 pytestmark = pytest.mark.filterwarnings("ignore:the end of a prompt has other tokens")
@@ -391,7 +392,7 @@ def test_a_text_that_ends_with_eos_is_closed_once() -> None:
     assert row["input_ids"] == [read.bos, *read.ids("dc"), read.eos]
 
 
-@pytest.mark.parametrize("thought", ["", "m"])
+@together("thought", ["", "m"])
 def test_a_turn_between_two_equal_answers_is_not_learned(thought: str) -> None:
     """Of a template that ends the last turn with another token, and may leave out a thought of all
     others."""

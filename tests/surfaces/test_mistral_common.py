@@ -24,6 +24,7 @@ from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.judges import ModelJudge
 from fastrl.tools.reports import report
 from tests import mistral_folders
+from tests.together import together
 from tests.trainers.conftest import ONE_STEP
 
 # `make test` has it, wherever pyproject.toml asks for it.
@@ -159,7 +160,7 @@ def test_ppo_generates_learns_and_scores_with_it(folders):
     trainer.step(queries, responses, [torch.tensor(1.0), torch.tensor(0.0)])
 
 
-@pytest.mark.parametrize("door", ["loaded", "policy", "classifier", "judge", "reward model"])
+@together("door", ["loaded", "policy", "classifier", "judge", "reward model"])
 def test_what_scores_and_judges_reads_chats(folders, door, tmp_path):
     folder = folders["v7"]
     raw = AutoTokenizer.from_pretrained(folder)
