@@ -385,3 +385,12 @@ def test_activation_checkpointing_begins_and_ends(policy):
     assert base.is_gradient_checkpointing
     policy.gradient_checkpointing_disable()
     assert not base.is_gradient_checkpointing
+
+
+def test_fsdp_is_told_of_the_layers_that_a_text_model_has():
+    """Its architecture also names those of a vision tower, without which accelerate refuses it."""
+    policy = tiny_models.policy("qwen3_5")
+    there = {type(module).__name__ for module in policy.modules()}
+    named = set(policy.pretrained_model._no_split_modules)
+    assert named - there
+    assert set(policy._no_split_modules) == named & there != set()
