@@ -82,7 +82,9 @@ class Prompts:
         rows = list(range(len(prompts))) if rows is None else rows
         chats: list[Any] = list(prompts)
         texts, places = [""] * len(chats), range(len(chats))
-        ready = {i: _token_ids(x, name_of(rows[i])) for i, x in enumerate(chats) if not _is_text(x)}
+        ready = {
+            i: _token_ids(x, name_of(rows[i])) for i, x in enumerate(chats) if not _is_plain_text(x)
+        }
         to_encode = [i for i in places if i not in ready]
         written, ids = encode_prompts(
             [chats[i] for i in to_encode],
@@ -306,7 +308,7 @@ def read_eval_prompts(
     return Prompts.from_list(source, tokenizer, "eval_prompts[{}]".format, closed=closed)
 
 
-def _is_text(prompt: Any) -> bool:
+def _is_plain_text(prompt: Any) -> bool:
     """Whether a prompt is a text, or chat messages, and not token ids."""
     return isinstance(prompt, str) or is_chat(prompt)
 
