@@ -82,6 +82,7 @@ def _at_least_one(count: Any, settings: Mapping[str, Any]) -> None:
 
 
 _NOTHING_TO_CLEAR = "a run puts what an earlier one has left in its folder aside, and removes none"
+_KEYWORDS = "_keywords"  # where a configuration keeps keywords of other versions
 _DEVICE = "accelerate chooses the device; use_cpu=True takes the CPU"
 _ONE_FORMAT = "weights are saved as safetensors"
 _PRECISION = "bf16 and fp16 say it all"
@@ -330,7 +331,7 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
             if name not in own_fields or era.kind in (RENAMED, KEPT)
         }
         now, kept = todays(kind, {**own_fields, **keywords}, eras)
-        vars(self).update(kept, _given={k: v for k, v in keywords.items() if k in eras})
+        vars(self).update(kept, **{_KEYWORDS: {k: v for k, v in keywords.items() if k in eras}})
         init(self, *args, **{**now, **own_fields})
 
     return then
@@ -406,11 +407,10 @@ def of_another_era(config: Any, name: str) -> Any:
     Raises:
         AttributeError: no version has that name.
     """
-    era = eras_of(type(config)).get(name)
-    if era is not None and era.today != name:
+    if (era := eras_of(type(config)).get(name)) is not None and era.today != name:
         if era.kind == RENAMED and era.value is _as_it_is:
             return getattr(config, era.today)
-        return vars(config).get("_given", {}).get(name, era.default)
+        return vars(config).get(_KEYWORDS, {}).get(name, era.default)
     raise AttributeError(f"{type(config).__name__!r} object has no attribute {name!r}")
 
 
