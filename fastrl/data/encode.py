@@ -49,7 +49,7 @@ class Encoder:
         truncation: "keep_end" or "keep_start" of prompts that are too long.
         add_eos: put EOS behind responses that are texts. Chat templates write their own; blanks
             behind it are left out, because no policy generates them.
-        add_special: add the special tokens that the tokenizer puts around texts.
+        add_special: whether a call, and :meth:`alone`, add the tokenizer's special tokens to texts.
         template: further arguments of the chat template, such as ``tools``.
 
     Raises:
@@ -147,8 +147,8 @@ class Encoder:
     def alone(
         self, text_or_chat: TextOrMessages, assistant_only: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """The token ids of a text without a prompt, or of a conversation; and which of them to
-        learn: all, or those of the assistant's turns, as the chat template marks them."""
+        """The token ids of a text or chat without a prompt; and which of them to learn: all, or
+        the assistant's turns. Raises ValueError where these cannot be found in the tokens."""
         if isinstance(text_or_chat, str):
             ids = self.text(text_or_chat, not self.add_special) if text_or_chat else []
             if self.add_eos and ids:

@@ -338,7 +338,7 @@ class ToolChat:
         where the assistant is to go on.
 
         Args:
-            results: a message of the role tool for each call.
+            results: a message of the role tool for each call, with the tool's ``name``.
             template: arguments of the chat template, which replace the object's of the same names.
 
         Raises:

@@ -42,10 +42,10 @@ class Head(Protocol):
 
 
 class FusedHead:
-    """Computes log-probs from the head's input and weight, without logits; the model's own head
-    gets no rows.
+    """Computes log-probs from the head's input and weight; the model's own head gets no rows.
 
-    It runs inside of the head's call, where a sharded weight is gathered.
+    It runs inside of the head's call, where a sharded weight is gathered. Requests for logits go to
+    :class:`RowHead`.
     """
 
     options: ClassVar[dict[str, Any]] = {}
@@ -174,7 +174,7 @@ class FullHead:
 
         def results(out: Any) -> tuple[TokenScores, Tensor]:
             hidden, logits = last_hidden(out), out.logits
-            # Gemma 3n's are four streams, [4, B, T, H], which it joins into one for its head.
+            # Gemma 3n has four streams of hidden states, [4, B, T, H], and joins them for its head.
             if hidden.shape[:-1] != logits.shape[:-1] and inputs:
                 hidden = inputs[0]
             scores = score_logits(logits.flatten(0, 1)[request.rows], request)
@@ -196,7 +196,7 @@ def _scored(
 def choose_head(model: Any, inputs: Inputs) -> Head:
     """The first head that reproduces the model's own log-probs, entropies and hidden states.
 
-    ``inputs`` is a small batch for the comparison. A warning says why it is not the fused one.
+    ``inputs`` is a small batch for the comparison. A warning says why not the head before it.
 
     A product of other rows may be summed in another order, and be rounded to the next number of the
     head's dtype: log-probs and entropies may be off by as much as that at the largest logit, where

@@ -150,8 +150,8 @@ class JudgeAnnotator:
         seconds: list[TextOrMessages],
         **columns: Any,
     ) -> list[float | None]:
-        """The judge's preferences; raises ValueError for an answer without one where ``unparsed``
-        is "refuse"."""
+        """The judge's preferences in [0, 1], 1 for the first; None for a skipped pair. Raises
+        ValueError for an answer without one where ``unparsed`` is "refuse"."""
         questions = _filled(self.template, columns, prompt=prompts, first=firsts, second=seconds)
         if self.swap:
             questions += _filled(
@@ -167,9 +167,9 @@ class JudgeAnnotator:
         return preferences
 
     def statistics(self) -> dict[str, float]:
-        """Counts of questions ("annotator/calls"), answers that cannot be parsed
+        """Counts since the last call: questions ("annotator/calls"), answers that cannot be parsed
         ("annotator/unparsed"), pairs whose two orders disagree ("annotator/swaps_disagree"), and
-        pairs without a winner for any reason ("annotator/ties")."""
+        ties for any reason ("annotator/ties"), without pairs that are skipped."""
         return self._counts.read()
 
     def _joined(self, one: float | None, other: float | None) -> float | None:

@@ -32,7 +32,7 @@ from fastrl_kernels.rng import sample_states
 from fastrl_kernels.types import RUNNING
 
 PREFILL_TOKENS = 8192  # in one pass
-_ROUND = 64  # slots grow to multiples of it, within max_length and the model's context
+_ROUND = 64  # without max_length, slots grow to multiples of it, within the model's context
 
 
 class RolloutEngine:
@@ -137,9 +137,9 @@ class RolloutEngine:
                 indices.
 
         Raises:
-            ValueError: an empty prompt, token ids outside the vocabulary, a prompt that with its
-                new tokens exceeds the model's context or ``max_length``; named by its index. No
-                tokenizer where one is needed; ``kv_cache_bytes`` below those of one slot.
+            ValueError: an empty prompt, ids outside the vocabulary, a prompt that with new tokens
+                exceeds the context or ``max_length``; no tokenizer; too low ``kv_cache_bytes``.
+            RuntimeError: with ``keep_experts``, a router's choices that were not kept.
         """
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)

@@ -14,7 +14,7 @@ _OF_A_STREAM = 64  # rows
 
 
 def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
-    """The number of examples, and a hash of all columns in order; for a stream, of its first rows.
+    """The number of examples, and a hash of all rows in order; for a stream, of its first rows.
 
     The same rows have the same fingerprint, from whichever file, and in whatever order of columns.
     Where an object has a text ``fingerprint`` as an attribute, it is returned.

@@ -40,7 +40,7 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, instruction sets, threads, GPUs, and what chooses libraries of products on the CPU."""
+    """CPU, its instruction set, threads, GPUs, libraries of matrix products and their variables."""
     import torch
 
     from fastrl_kernels import gemm
@@ -69,8 +69,8 @@ def other_draws(before: dict[str, str]) -> str:
 
 
 def write_products(measured: Mapping[str, Any]) -> Path:
-    """Writes the choices of libraries of products for this processor, as JSON values, to a table
-    that later processes read, and returns its path; other processors' entries stay."""
+    """Writes ``measured``, this processor's libraries of matrix products by dtype, to a table that
+    later processes read, and returns its path; other processors' entries stay."""
     from fastrl_kernels import gemm
 
     path = gemm.table_path()

@@ -18,7 +18,8 @@ from fastrl.learn.experience import Experience
 from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.learn.samples import minibatch_of
 from fastrl.samples import Samples
-from fastrl.trainers.groups.policy_loss import LEVELS, LOSS_TYPES, loss_of_grpo
+from fastrl.trainers.groups.policy_loss import LEVELS, LOSS_TYPES, LossTypes, loss_of_grpo
+from fastrl_kernels.policy_losses import POLICY_LOSSES
 
 COUNTS = [3, 0, 2, 6]
 # How the policy is to the responses: one that has moved since it sampled them, the one that sampled
@@ -294,3 +295,12 @@ def _trl_loss(trainer: Any, batch: Batch, args: GRPOConfig, leaves: Any) -> Tens
 
 def test_cispo_has_no_lower_bound(tmp_path: Path) -> None:
     assert math.isinf(loss_of_grpo(settings(tmp_path, loss_type="cispo")).objective.cliprange[0])
+
+
+def test_a_row_of_the_kernels_is_a_loss_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those that a name of TRL's is of, such as clip."""
+    monkeypatch.setitem(POLICY_LOSSES, "another", POLICY_LOSSES["clip"])
+    row = LossTypes()["another"]
+    assert (row.kind, row.aggregate, row.of_step) == ("another", "token-mean", True)
+    assert "another" in list(LossTypes())
+    assert "clip" not in LossTypes()

@@ -36,8 +36,14 @@ class Watched(TrainerCallback):
             self.seen.append(buffer)
 
 
+def few_ones(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Rewards that are often the same in a whole group."""
+    return [float(ids[0] % 7 == 0) for ids in completion_ids]
+
+
 def learning(folder: Path, kind: str = "grpo", **settings: Any) -> Any:
-    return make(folder, kind, long_ones, **{**MANY, **settings})
+    reward = few_ones if "dynamic_sampling_rounds" in settings else long_ones
+    return make(folder, kind, reward, **{**MANY, **settings})
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
@@ -78,14 +84,19 @@ STOPS = {"generation_kwargs": {"stop": [[i] for i in range(3, 20)]}}
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_any_generation_is_drawn_again(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     learning(tmp_path, kind, **settings).train()
-    before = sorted(tmp_path.rglob("*"))
+    before, resampled = sorted(tmp_path.rglob("*")), False
     for generation, begun_at in ((1, 0), (2, 2), (3, 4)):
         trainer = learning(tmp_path.parent / "other", kind, **settings)
         found = replay(trainer, tmp_path, generation)
+        keys = [x.recorded["sample_id"] for x in found.samples][:: trainer.num_generations]
+        replaced = keys != list(range(len(keys)))  # which are computed in batches of other sizes
+        assert (found.tolerance > 0) == replaced
+        resampled |= replaced
         assert found.begun_at == begun_at
         assert found.identical, found.samples[0].differences()
         assert found.strayed is None
         assert sorted(tmp_path.rglob("*")) == before  # nothing is left behind
+    assert resampled == ("dynamic_sampling_rounds" in settings)
     for path in tmp_path.glob("checkpoint-*"):
         path.rename(tmp_path / f"no-{path.name}")
     found = replay(learning(tmp_path.parent / "other", kind, **settings), tmp_path, 3)

@@ -49,7 +49,7 @@ class PPOv2Trainer:
         model: the policy, a causal language model.
         ref_model: the reference; None: the model as it is now, without its adapter if it has one.
         reward_model, value_model: sequence classifiers with one label.
-        train_dataset: with a column ``input_ids`` of prompts, not padded.
+        train_dataset: prompts, not padded, in a column ``input_ids``; ``data_collator`` is unused.
         eval_dataset: prompts, as in ``train_dataset``; responses to them are shown
             ``num_sample_generations`` times.
         optimizers: an optimizer of the policy and its scheduler, or None for either; if there is an
@@ -243,7 +243,7 @@ class PPOv2Trainer:
         return [*text, eos] if reads else text
 
     def generate_completions(self, sampling: bool = False) -> None:
-        """Shows responses to held-out prompts; with ``sampling`` to the first batch alone."""
+        """Answers the held-out prompts, with ``sampling`` the first batch alone, and shows five."""
         if self.eval_prompts is None:
             raise ValueError("generate_completions needs an eval_dataset")
         ids = list(map(torch.tensor, self.eval_prompts[_IDS]))
@@ -270,7 +270,7 @@ class PPOv2Trainer:
             self.push_to_hub()
 
     def push_to_hub(self, dataset_name: str | None = None, **options: Any) -> Any:
-        """Uploads the policy to ``hub_model_id``, by default the name of ``output_dir``."""
+        """Does ``PPOTrainer.push_to_hub`` to ``hub_model_id``, else the name of ``output_dir``."""
         args = self.args
         name = args.hub_model_id or Path(args.output_dir).name
         hub_options = {"private": args.hub_private_repo, "revision": args.hub_revision}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_recipes(arguments: Sequence[str]) -> int:
-    """Lists all recipes, prints the YAML of one, or with ``--write`` copies it to a new file."""
+    """Lists recipes, prints the YAML of one or copies it; returns 0, or raises a ValueError."""
     parser = make_parser()
     flags = parser.parse_args(list(arguments))
     if flags.name is None:
@@ -64,7 +64,7 @@ def table() -> Table:
 
 
 def method_of(recipe: Recipe) -> str:
-    """The recipe's command, its loss of preference learning, its adapter and its four bits."""
+    """The recipe's command, preference loss and adapter, and whether its base has four bits."""
     settings = yaml_settings(recipe.path)
     method = planned_method(recipe)
     if method != recipe.command:

@@ -51,11 +51,12 @@ LOSS_TYPES = {
     "sapo": LossType("sapo", _MEAN, "as grpo, ℓ_t = -4·σ(τ(ρ - 1))/τ·A"),
     "vespo": LossType("vespo", "token-mean", "as dapo, ℓ_t = -sg[φ(w)]·A·log π, w = Π_t ρ_t", True),
 }
+_KINDS = {row.kind for row in LOSS_TYPES.values()}
 
 
 class LossTypes(Mapping[str, LossType]):
-    """The rows of the table by name. A registered policy loss, or one that is named as
-    "file.py:function", has a row that averages tokens as "dapo" does."""
+    """The rows of the table by name. A policy loss that none of them is of, such as a registered
+    one, or one that is named as "file.py:function", has a row that averages tokens as "dapo"."""
 
     def __getitem__(self, name: str) -> LossType:
         if name in LOSS_TYPES:
@@ -65,8 +66,7 @@ class LossTypes(Mapping[str, LossType]):
         return LossType(name, "token-mean", f"as dapo, ℓ_t = {POLICY_LOSSES[name].formula}", True)
 
     def __iter__(self) -> Iterator[str]:
-        registered = (name for name, row in POLICY_LOSSES.items() if row.function is not None)
-        return iter([*LOSS_TYPES, *registered])
+        return iter([*LOSS_TYPES, *(x for x in POLICY_LOSSES if x not in {*LOSS_TYPES, *_KINDS})])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -83,7 +83,7 @@ class LossTypes(Mapping[str, LossType]):
                     "loss of yours has that name: register yours by another"
                 )
             return True
-        return name in POLICY_LOSS_NAMES and PolicyLoss(str(name)).is_registered
+        return name in POLICY_LOSS_NAMES and name not in _KINDS
 
 
 ALL_LOSS_TYPES = LossTypes()

@@ -25,7 +25,8 @@ _DECIDING = (
 def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Replayed:
     """Draws the responses of a generation of a run again, see
     :meth:`fastrl.trainers.replay.LoopWalk.replay`. On the machine, threads and versions of the run
-    they are the recorded ones bit for bit; warnings name which of these differ.
+    they are the recorded ones bit for bit (log-probs up to rounding where dynamic sampling replaced
+    groups); warnings name which of these differ.
 
     Args:
         trainer: made as for the run, from the same model and data, in one process.
@@ -104,6 +105,6 @@ class _GenerationWalk(LoopWalk):
         ids = [torch.tensor(row["prompt_ids"]) for row in rows]
         keys = [row["sample_id"] for row in rows[::size]]
         dtype = next(trainer.model.parameters()).dtype
-        tolerance = rounding(dtype) if self.is_resampled(rows, size) else 0.0
+        self.tolerance = rounding(dtype) if self.is_resampled(rows, size) else 0.0
         drawn = respond.sample(ids, size, keys, rows[0]["seed"])
-        self.samples = compared(rows, drawn, trainer.temperature, tolerance)
+        self.samples = compared(rows, drawn, trainer.temperature, self.tolerance)

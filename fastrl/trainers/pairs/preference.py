@@ -420,8 +420,8 @@ class PreferenceTrainer(SupervisedTrainer):
 def token_parts(
     scored: ScoredPass, completions: TokenBatch, sides: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sums and counts of entropies and mean logits over the tokens of each side's completions.
-    ``sides`` has a mask of the completions, [B] bool, by the side's name."""
+    """Sums and counts: "entropy" over the tokens of all sides, "logits/SIDE", of mean logits, over
+    each side's. ``sides`` has a mask of the completions, [B] bool, by the side's name."""
     entropies, extras = scored.scores.entropies, scored.scores.extras
     assert entropies is not None
     assert extras is not None

@@ -146,7 +146,7 @@ class Phantoms(TorchDispatchMode):
         if func is aten.all.dim or func is aten.all.dims:
             return torch.ones_like(func(*_to_meta(args), **kwargs), device="cpu")
         if func is torch.ops.mkldnn._reorder_linear_weight.default:
-            # In oneDNN's layout, which has no strides.
+            # The weight in oneDNN's layout, which has no strides.
             whole = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
             return self._like(_Shape.of(whole))
         if _only_a_view(func):

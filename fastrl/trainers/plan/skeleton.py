@@ -230,6 +230,6 @@ def words(count: int, which: int = 0, others: int = 0) -> str:
 
 
 def tokens(count: int, vocabulary: int, start: int = 2) -> torch.Tensor:
-    """``count`` token ids, [count], none of which is special."""
+    """Token ids [count] from ``start`` + 2 on, wrapping round; none special in blank_tokenizer."""
     most = max(vocabulary - 2, 1)
     return (torch.arange(start, start + count) % most + 2).clamp(max=vocabulary - 1)

@@ -115,7 +115,7 @@ def gradient_of(
     """The gradient step of a loss, by the settings.
 
     Args:
-        decode: what handles non-finite numbers, or the ``decode`` to make a handler with.
+        decode: the handler of non-finite numbers, or ``decode`` of a new one.
     """
     nonfinite = decode
     if not isinstance(nonfinite, NonFiniteNumbers):
