@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, DataCollatorWithPadding, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from fastrl import PPOv2Config, PPOv2Trainer, RLOOv1Config, RLOOv1Trainer
@@ -31,7 +31,11 @@ def prompts(count: int = 64) -> Dataset:
 
 
 def made(folder: Path, **changes: Any) -> Any:
-    given = {name: changes.pop(name) for name in ("eval_dataset", "callbacks") if name in changes}
+    given = {
+        name: changes.pop(name)
+        for name in ("eval_dataset", "callbacks", "data_collator")
+        if name in changes
+    }
     kind, config = (
         (RLOOv1Trainer, RLOOv1Config) if "rloo_k" in changes else (PPOv2Trainer, PPOv2Config)
     )
@@ -187,6 +191,22 @@ def test_settings_that_change_nothing_are_said_to(tmp_path: Path) -> None:
     told = "settings that change nothing in PPOv2Config: dataloader_num_workers=2 .*; max_grad"
     with pytest.warns(UserWarning, match=told):
         made(tmp_path, dataloader_num_workers=2, dataloader_drop_last=True, max_grad_norm=0.5)
+
+
+def test_a_collator_that_is_not_called_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="PPOv2Trainer calls no data_collator"):
+        made(tmp_path, data_collator=lambda rows: rows)
+    made(tmp_path, data_collator=DataCollatorWithPadding(tiny.tokenizer()))  # as TRL pads
+
+
+def test_one_process_shows_completions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = made(tmp_path, eval_dataset=prompts())
+    for is_main in (True, False):
+        monkeypatch.setattr(type(trainer.ppo.processes), "is_main", is_main)
+        trainer.generate_completions(sampling=True)
+        assert ("model response" in "".join(capsys.readouterr())) == is_main
 
 
 def test_the_optimizers_have_their_settings(tmp_path: Path) -> None:

@@ -7,13 +7,20 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
-from transformers import TrainerControl, TrainerState, enable_full_determinism, get_scheduler
+from transformers import (
+    DataCollatorWithPadding,
+    TrainerControl,
+    TrainerState,
+    enable_full_determinism,
+    get_scheduler,
+)
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
@@ -49,7 +56,7 @@ class PPOv2Trainer:
         model: the policy, a causal language model.
         ref_model: the reference; None: the model as it is now, without its adapter if it has one.
         reward_model, value_model: sequence classifiers with one label.
-        train_dataset: prompts, not padded, in a column ``input_ids``; ``data_collator`` is unused.
+        train_dataset: prompts, not padded, in a column ``input_ids``; no data_collator is called.
         eval_dataset: prompts, as in ``train_dataset``; responses to them are shown
             ``num_sample_generations`` times.
         optimizers: an optimizer of the policy and its scheduler, or None for either; if there is an
@@ -108,6 +115,12 @@ class PPOv2Trainer:
                 "the rewards stay: load it twice"
             )
         warn_of_idle(self.args, stacklevel=2)
+        if data_collator is not None and not isinstance(data_collator, DataCollatorWithPadding):
+            warnings.warn(
+                f"{class_name} calls no data_collator, its rollouts pad prompts themselves: change "
+                "the rows of train_dataset instead",
+                stacklevel=2,
+            )
         if self.args.full_determinism:
             enable_full_determinism(self.args.seed)
         prompts = _prompts(train_dataset, "train_dataset")
@@ -253,7 +266,8 @@ class PPOv2Trainer:
         decode = self.processing_class.batch_decode
         texts = decode(responses)
         scores = self.score([], texts, [x.tolist() for x in responses], [x.tolist() for x in ids])
-        self._show(decode(ids, skip_special_tokens=True), texts, scores)
+        if self.ppo.processes.is_main:
+            self._show(decode(ids, skip_special_tokens=True), texts, scores)
 
     def _show(self, prompts: Sequence[str], texts: Sequence[str], scores: Sequence[float]) -> None:
         from rich.table import Table
