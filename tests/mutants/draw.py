@@ -66,8 +66,8 @@ class Site:
     old: ast.AST
     new: ast.AST
     change: Callable[[], None]  # in the tree
-    # Lines that show which tests run it, the closest first: those of a statement, or, where it runs
-    # at import, of what it is part of.
+    # Lines that show which tests run it, the closest first: of a statement and its function, or,
+    # where it runs at import, of what it is part of.
     lines: tuple[range, ...]
     at_import: bool
 
@@ -151,11 +151,11 @@ def _inside(node: ast.AST, field: str, around: _Around) -> _Around:
     if not isinstance(node, _DEFINITIONS):
         return around
     scope = (*around.scope, node.name)
+    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
     if field == "body" and not isinstance(node, ast.ClassDef):
-        return _Around(scope, (), False)
+        return _Around(scope, (lines,), False)
     if not around.at_import:
         return _Around(scope, around.lines, False)
-    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
     return _Around(scope, (lines, *around.lines), True)
 
 
@@ -173,7 +173,8 @@ def _of(
     if _not_run(node, parent):
         return
     if isinstance(node, ast.stmt) and not around.at_import:
-        around = _Around(around.scope, (range(node.lineno, node.lineno + 1),), False)
+        lines = range(node.lineno, node.lineno + 1), around.lines[-1]
+        around = _Around(around.scope, lines, False)
     for place, kind, old, new in _changes(node):
         yield Site(
             place.lineno,

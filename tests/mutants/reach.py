@@ -130,14 +130,15 @@ class Reach:
         self._ran = np.stack(bits).astype(bool) if bits else np.zeros((0, 0), bool)
         self._lines: dict[str, dict[int, int]] = {}
 
+    def known(self, file: str, text: str, lines: Sequence[int]) -> list[int]:
+        """The counted lines that these lines of a file's text of today were."""
+        if file not in self._lines:
+            self._lines[file] = dict(_same_lines(text, self.texts.get(file, "")))
+        return [self._lines[file][x] for x in lines if x in self._lines[file]]
+
     def tests(self, file: str, text: str, lines: Sequence[int]) -> list[str]:
         """Those that run one of these lines of a file's text of today."""
-        if file not in self.texts:
-            return []
-        if file not in self._lines:
-            self._lines[file] = dict(_same_lines(text, self.texts[file]))
-        known = [self._lines[file][x] for x in lines if x in self._lines[file]]
-        columns = [self._firsts[file] + x for x in known]
+        columns = [self._firsts[file] + x for x in self.known(file, text, lines)]
         ran = self._ran[:, columns].any(axis=1)
         return [self._names[i] for i in np.flatnonzero(ran)]
 

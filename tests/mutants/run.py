@@ -93,11 +93,12 @@ def chosen(names: Sequence[str], reach: Reach, seconds: float) -> list[str]:
 
 
 def tests_of(mutant: Mutant, text: str, reach: Reach) -> list[str]:
-    """All tests that run its line; of what runs at import those that run what it is part of."""
+    """All tests that run its line, or, where that was not counted, a line of its function; of what
+    runs at import those that run what it is part of."""
     _, site = draw.site_of(mutant, text)
     for lines in site.lines:
         names = reach.tests(mutant.file, text, lines)
-        if names:
+        if names or (not site.at_import and reach.known(mutant.file, text, lines)):
             return names
     return list(reach.rows) if site.at_import else []
 
