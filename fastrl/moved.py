@@ -10,8 +10,10 @@ from types import ModuleType
 
 # A module below several of these names goes by the longest.
 _MOVED = {
+    "collect.replayed": "collect.compare_replay",
     "commands": "tools.commands",
     "demo": "tools.demo",
+    "learn.kl": "learn.kl_penalty",
     "patch": "compat.patch",
     "plan": "trainers.plan",
     "ppo": "trainers.ppo",
@@ -20,6 +22,7 @@ _MOVED = {
     "ref_model": "learn.ref_model",
     "reports": "tools.reports",
     "scripts": "compat.scripts",
+    "trainers.replay": "trainers.replay_walk",
     "trl": "trainers.groups",
     **{
         f"trl.{name}": f"trainers.pairs.{name}"

@@ -233,8 +233,8 @@ def test_the_data_room_alone_makes_token_ids_of_texts():
 
 def names_of_losses() -> set[str]:
     """All but those that are names of methods, too."""
-    pairs = {*PAIR_LOSSES, *UNPAIRED_LOSSES, *dpo_config.LOSS_TYPES}
-    tables = {*POLICY_LOSSES, *pairs, *policy_loss.LOSS_TYPES, *sft.LOSS_TYPES}
+    pairs = {*PAIR_LOSSES, *UNPAIRED_LOSSES, *dpo_config.DPO_LOSSES}
+    tables = {*POLICY_LOSSES, *pairs, *policy_loss.GRPO_LOSSES, *sft.SFT_LOSSES}
     return tables - {"sft", "kto", "dpo", "grpo", "rloo"}
 
 

@@ -26,6 +26,7 @@ OLD = {
     "fastrl.reports.curves": "fastrl.tools.reports.curves",
     "fastrl.plan.passes": "fastrl.trainers.plan.passes",
     "fastrl.ref_model.trunk": "fastrl.learn.ref_model.trunk",
+    "fastrl.learn.kl": "fastrl.learn.kl_penalty",
 }
 
 

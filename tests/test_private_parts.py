@@ -163,7 +163,7 @@ REPLACED = {
     "fastrl/models/probes.py": "windows in configurations and layers",
     "fastrl/trainers/ppo/critic.py": "transformer_cls_names_to_wrap of accelerate's FSDP plugin",
     "fastrl/trainers/plan/memory.py": "of a log of ours",
-    "fastrl/trainers/replay.py": "settings, callbacks and parts of a trainer that is walked again",
+    "fastrl/trainers/replay_walk.py": "settings, callbacks and parts of a trainer walked again",
     "fastrl/compat/programs/importer.py": "names and calls of other packages, in run-trl alone",
 }
 # What ours do in the place of a function of theirs, or rely on the order of, without calling it.

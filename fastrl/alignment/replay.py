@@ -10,18 +10,18 @@ from typing import Any
 
 from fastrl.alignment.records import deciding, sampling_of
 from fastrl.alignment.trainer import Trainer
-from fastrl.collect.replayed import Replayed, compared, recorded_rollout, rounding
+from fastrl.collect.compare_replay import Replayed, compared, recorded_rollout, rounding
 from fastrl.data.examples import Example, Response
 from fastrl.run.ledger import PER_FUNCTION
 from fastrl.samples import Samples
-from fastrl.trainers.replay import Drawn, LoopWalk
+from fastrl.trainers.replay_walk import Drawn, LoopWalk
 
 
 def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
     """Draws the responses of a batch of an online run again, see
-    :meth:`fastrl.trainers.replay.LoopWalk.replay`; the annotator is not called. On the machine,
-    threads and versions of the run they are the recorded ones bit for bit; a warning says what
-    differs. Where the run had several processes, one computes their updates: sums are rounded
+    :meth:`fastrl.trainers.replay_walk.LoopWalk.replay`; the annotator is not called. On the
+    machine, threads and versions of the run they are the recorded ones bit for bit; a warning says
+    what differs. Where the run had several processes, one computes their updates: sums are rounded
     otherwise, so that log-probs and values may differ by √ε of the weights' dtype.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fastrl_kernels
 from fastrl.data.token_batch import ModelPass, Padded, TokenBatch
 from fastrl.learn.experience import Experience
-from fastrl.learn.kl import KLPenalty
+from fastrl.learn.kl_penalty import KLPenalty
 from fastrl.learn.memory import MicroBatches, PositionCount
 from fastrl.learn.ref_model import RefModel
 from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores

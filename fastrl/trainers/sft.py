@@ -75,7 +75,7 @@ class TextLoss(NamedTuple):
     in_head: bool = False  # whether the LM head computes the loss with its gradient
 
 
-LOSS_TYPES = {
+SFT_LOSSES = {
     "nll": TextLoss(torch.neg, in_head=True),
     "dft": TextLoss(lambda logprobs: -logprobs * logprobs.detach().exp()),
 }
@@ -122,7 +122,7 @@ class SFTConfig(SupervisedArguments):
     loss_type: str = setting(
         "nll, or dft: -p log p with p held fixed (Dynamic Fine-Tuning, arXiv:2508.05629).",
         "nll",
-        choices=LOSS_TYPES,
+        choices=SFT_LOSSES,
     )
     router_aux_loss_coef: float | None = setting(
         "Weight of the loss that balances the experts of a mixture; None: the model's own, if its "
@@ -488,7 +488,7 @@ class SFTTrainer(SupervisedTrainer):
 
     @property
     def _loss(self) -> TextLoss:
-        return LOSS_TYPES[self.args.loss_type]
+        return SFT_LOSSES[self.args.loss_type]
 
     def _logs_this_step(self) -> bool:
         """Whether what is computed now belongs to an optimizer step that is logged."""

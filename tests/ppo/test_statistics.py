@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastrl.learn.kl import AdaptiveKLController
+from fastrl.learn.kl_penalty import AdaptiveKLController
 from fastrl.rollout import RolloutOutput
 from tests.ppo.conftest import make_batch, make_policy, make_trainer, perturbed
 from tests.ppo.updates import watch_gradients

@@ -23,7 +23,7 @@ from fastrl.rewards.functions import load_function
 from fastrl.rollout import RolloutOutput, SamplingParams
 from fastrl.rollout.backends import EngineBackend
 from fastrl.tools.reports import report
-from fastrl.trainers.pairs.dpo_config import LOSS_TYPES
+from fastrl.trainers.pairs.dpo_config import DPO_LOSSES
 from tests import tables, tiny_models
 from tests.golden import tiny
 
@@ -285,7 +285,7 @@ def squared(chosen, rejected, beta=0.1):
 """
 # Settings of DPOTrainer beside its loss_type, and the framework's loss with its coefficients.
 PAIRS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    **{x: ({}, x, {}) for x in LOSS_TYPES if x not in ("aot", "aot_unpaired", "sft")},
+    **{x: ({}, x, {}) for x in DPO_LOSSES if x not in ("aot", "aot_unpaired", "sft")},
     "sigmoid": ({}, "dpo", {}),
     "ipo": ({}, "ipo", {"length_means": True}),
     "squared": ({}, "squared", {}),

@@ -18,7 +18,7 @@ from fastrl.learn.experience import Experience
 from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.learn.samples import minibatch_of
 from fastrl.samples import Samples
-from fastrl.trainers.groups.policy_loss import LEVELS, LOSS_TYPES, LossTypes, loss_of_grpo
+from fastrl.trainers.groups.policy_loss import GRPO_LOSSES, LEVELS, LossTypes, loss_of_grpo
 from fastrl_kernels.policy_losses import POLICY_LOSSES
 
 COUNTS = [3, 0, 2, 6]
@@ -32,7 +32,7 @@ KL_TIMES_RATIO = ("KL times ratio", _KL_BESIDE_SEQUENCES, "KL, vespo", "top entr
 CASES: dict[str, dict[str, Any]] = {
     **{
         f"{name}, {level}": {"loss_type": name, "importance_sampling_level": level}
-        for name in LOSS_TYPES
+        for name in GRPO_LOSSES
         for level in LEVELS
     },
     "delta": {"loss_type": "grpo", "delta": 1.1},

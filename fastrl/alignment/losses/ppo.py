@@ -15,7 +15,7 @@ from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.learn.engine import Engine
 from fastrl.learn.experience import Experience
-from fastrl.learn.kl import make_kl_penalty
+from fastrl.learn.kl_penalty import make_kl_penalty
 from fastrl.learn.loss import UpdateLoss
 from fastrl.learn.ref_model.none import NoRefModel
 from fastrl.learn.scorer import Scorer

@@ -31,7 +31,7 @@ HOMES: dict[str, str] = {
         ),
         "fastrl.core",
     ),
-    **dict.fromkeys(("AdaptiveKLController", "FixedKLController"), "fastrl.learn.kl"),
+    **dict.fromkeys(("AdaptiveKLController", "FixedKLController"), "fastrl.learn.kl_penalty"),
     **dict.fromkeys(
         (
             *("selective_log_softmax", "pad", "listify_batch", "disable_dropout_in_model"),

@@ -21,7 +21,7 @@ from fastrl.tools.commands.samples import choose, ledger_of, record_table
 from fastrl.tools.reports.trainer_folder import open_run
 
 if TYPE_CHECKING:
-    from fastrl.collect.replayed import Replayed, ReplayedSample
+    from fastrl.collect.compare_replay import Replayed, ReplayedSample
     from fastrl.config import PPOConfig
     from fastrl.tools.commands.align import AlignFlags, AlignJob
     from fastrl.tools.commands.ppo import PPOJob

@@ -28,7 +28,7 @@ from fastrl.trainers.groups.grpo_config import GRPOConfig
 from fastrl.trainers.groups.judged import nanstd
 from fastrl.trainers.groups.methods import OverridableTrainer
 from fastrl.trainers.groups.policy_loss import (
-    ALL_LOSS_TYPES,
+    LOSSES_BY_NAME,
     high_of,
     loss_of_grpo,
     note_clips,
@@ -42,7 +42,7 @@ class GRPOTrainer(OverridableTrainer):
     "DeepSeekMath", 2024), by the names, arguments and logs of TRL 1.x.
 
     Advantages are by default A = (R - mean R) / (std R + 1e-4) over the responses to a prompt. The
-    loss is ``args.loss_type``'s, see :data:`fastrl.trainers.groups.policy_loss.LOSS_TYPES`, plus
+    loss is ``args.loss_type``'s, see :data:`fastrl.trainers.groups.policy_loss.GRPO_LOSSES`, plus
     beta times the KL to the reference model.
 
     Args:
@@ -87,7 +87,7 @@ class GRPOTrainer(OverridableTrainer):
         self._last_entropy = math.inf  # the mean entropy of the last optimizer step
         self._entropy_of_step: Tensor | None = None  # Σ entropies and count of this optimizer step
         loss, level = loss_of_grpo(args), args.importance_sampling_level
-        row = ALL_LOSS_TYPES[args.loss_type]
+        row = LOSSES_BY_NAME[args.loss_type]
         if level == "sequence" and row.sums_tokens:
             _LOGGER.warning(
                 "importance_sampling_level='sequence' with loss_type=%r, which sums tokens, "

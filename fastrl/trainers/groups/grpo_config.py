@@ -10,7 +10,7 @@ from fastrl.learn.objective import TokenLoss
 from fastrl.registry import GROUP_ADVANTAGES, learns_as_clip, own_functions
 from fastrl.settings import refused, setting, setting_like
 from fastrl.trainers.groups.online_config import OnlineConfig
-from fastrl.trainers.groups.policy_loss import ALL_LOSS_TYPES, LEVELS, loss_of_grpo
+from fastrl.trainers.groups.policy_loss import LEVELS, LOSSES_BY_NAME, loss_of_grpo
 from fastrl.trainers.groups.rollout_correction import check_correction
 
 SCALES = ("group", "batch", "none")
@@ -44,7 +44,7 @@ class GRPOConfig(OnlineConfig):
         choices=AGGREGATIONS,
     )
     loss_type: str = setting(
-        "The loss, see the table in docs/grpo_trainer.md.", "dapo", choices=ALL_LOSS_TYPES
+        "The loss, see the table in docs/grpo_trainer.md.", "dapo", choices=LOSSES_BY_NAME
     )
     use_bias_correction_kl: bool = setting("Multiply the KL by the ratio.", True)
     top_entropy_quantile: float = setting(

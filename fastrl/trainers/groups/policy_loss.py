@@ -37,7 +37,7 @@ class LossType(NamedTuple):
 
 
 _MEAN, _SUM, _NORM = "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-LOSS_TYPES = {
+GRPO_LOSSES = {
     "grpo": LossType("clip", _MEAN, "mean over responses of mean_t ℓ_t"),
     "bnpo": LossType("clip", "token-mean", "Σ ℓ_t / tokens of the batch", sums_tokens=True),
     "dr_grpo": LossType(
@@ -51,7 +51,7 @@ LOSS_TYPES = {
     "sapo": LossType("sapo", _MEAN, "as grpo, ℓ_t = -4·σ(τ(ρ - 1))/τ·A"),
     "vespo": LossType("vespo", "token-mean", "as dapo, ℓ_t = -sg[φ(w)]·A·log π, w = Π_t ρ_t", True),
 }
-_KINDS = {row.kind for row in LOSS_TYPES.values()}
+_KINDS = {row.kind for row in GRPO_LOSSES.values()}
 
 
 class LossTypes(Mapping[str, LossType]):
@@ -59,14 +59,14 @@ class LossTypes(Mapping[str, LossType]):
     one, or one that is named as "file.py:function", has a row that averages tokens as "dapo"."""
 
     def __getitem__(self, name: str) -> LossType:
-        if name in LOSS_TYPES:
-            return LOSS_TYPES[name]
+        if name in GRPO_LOSSES:
+            return GRPO_LOSSES[name]
         if name not in self:
             raise KeyError(name)
         return LossType(name, "token-mean", f"as dapo, ℓ_t = {POLICY_LOSSES[name].formula}", True)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*LOSS_TYPES, *(x for x in POLICY_LOSSES if x not in {*LOSS_TYPES, *_KINDS})])
+        return iter([*GRPO_LOSSES, *(x for x in POLICY_LOSSES if x not in {*GRPO_LOSSES, *_KINDS})])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -76,17 +76,17 @@ class LossTypes(Mapping[str, LossType]):
         Raises:
             ValueError: a registered policy loss has the name of one of TRL's losses.
         """
-        if name in LOSS_TYPES:
-            if LOSS_TYPES[str(name)].kind != name and name in POLICY_LOSSES:
+        if name in GRPO_LOSSES:
+            if GRPO_LOSSES[str(name)].kind != name and name in POLICY_LOSSES:
                 raise ValueError(
-                    f"loss_type {name!r} is TRL's {LOSS_TYPES[str(name)].formula}, and a policy "
+                    f"loss_type {name!r} is TRL's {GRPO_LOSSES[str(name)].formula}, and a policy "
                     "loss of yours has that name: register yours by another"
                 )
             return True
         return name in POLICY_LOSS_NAMES and name not in _KINDS
 
 
-ALL_LOSS_TYPES = LossTypes()
+LOSSES_BY_NAME = LossTypes()
 RLOO = LossType("clip", _MEAN, "mean over responses of ℓ, ρ = Π_t ρ_t")
 
 
@@ -100,7 +100,7 @@ def loss_of_grpo(args: Any) -> TokenLoss:
     Raises:
         ValueError: a ``delta``, temperatures, powers or decays out of range.
     """
-    loss_type, high = ALL_LOSS_TYPES[args.loss_type], high_of(args)
+    loss_type, high = LOSSES_BY_NAME[args.loss_type], high_of(args)
     row = policy_loss(loss_type.kind)
     objective = TokenObjective.of(
         args,

@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 
-from fastrl.collect.replayed import Replayed, compared, recorded_masks, recorded_rollout, rounding
+from fastrl.collect.compare_replay import (
+    Replayed,
+    compared,
+    recorded_masks,
+    recorded_rollout,
+    rounding,
+)
 from fastrl.collect.respond import Asked, Sampled
 from fastrl.run.ledger import PER_FUNCTION
 from fastrl.samples import Samples
 from fastrl.trainers.groups.online import OnlineTrainer
-from fastrl.trainers.replay import Drawn, LoopWalk
+from fastrl.trainers.replay_walk import Drawn, LoopWalk
 
 _DECIDING = (
     *("num_generations", "temperature", "steps_per_generation", "num_iterations"),
@@ -24,9 +30,9 @@ _DECIDING = (
 
 def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Replayed:
     """Draws the responses of a generation of a run again, see
-    :meth:`fastrl.trainers.replay.LoopWalk.replay`. On the machine, threads and versions of the run
-    they are the recorded ones bit for bit (log-probs up to rounding where dynamic sampling replaced
-    groups); warnings name which of these differ.
+    :meth:`fastrl.trainers.replay_walk.LoopWalk.replay`. On the machine, threads and versions of the
+    run they are the recorded ones bit for bit (log-probs up to rounding where dynamic sampling
+    replaced groups); warnings name which of these differ.
 
     Args:
         trainer: made as for the run, from the same model and data, in one process.

@@ -49,7 +49,7 @@ class LossTypes(Mapping[str, tuple[PairObjective, dict[str, Any]]]):
 
 
 # "sft", the negative log-likelihood of the chosen completions, reads tokens and has no row.
-LOSS_TYPES: Mapping[str, Any] = ChainMap({"sft": None}, LossTypes())  # type: ignore[arg-type]
+DPO_LOSSES: Mapping[str, Any] = ChainMap({"sft": None}, LossTypes())  # type: ignore[arg-type]
 
 
 @dataclass
@@ -66,10 +66,10 @@ class DPOConfig(PreferenceConfig):
         choices=TRUNCATIONS,
     )
     loss_type: list[str] = setting(
-        f"One or several of {', '.join(LOSS_TYPES)}, or of yours, file.py:function; their weighted "
+        f"One or several of {', '.join(DPO_LOSSES)}, or of yours, file.py:function; their weighted "
         "sum is learned.",
         lambda: ["sigmoid"],
-        choices=LOSS_TYPES,
+        choices=DPO_LOSSES,
     )
     loss_weights: list[float] | None = setting("Of each loss; None: 1.", None, within="(-inf, inf)")
     ld_alpha: float | None = setting(
@@ -94,7 +94,7 @@ class DPOConfig(PreferenceConfig):
             self.loss_type = [self.loss_type]
         super().__post_init__()
         if not self.loss_type:
-            raise ValueError(f"loss_type is empty: name some of {', '.join(LOSS_TYPES)}")
+            raise ValueError(f"loss_type is empty: name some of {', '.join(DPO_LOSSES)}")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ValueError(
                 f"loss_weights has {len(self.loss_weights)} weights and loss_type "
@@ -146,13 +146,13 @@ class DPOConfig(PreferenceConfig):
     @property
     def pair_losses(self) -> dict[str, tuple[PairObjective, dict[str, Any]]]:
         """The rows and options of the losses that read log-probs of whole completions."""
-        names = (name for name in self.loss_type if LOSS_TYPES[name] is not None)
+        names = (name for name in self.loss_type if DPO_LOSSES[name] is not None)
         return {name: self.objective(name) for name in names}
 
     def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
         """The row of a loss, and its options from these settings. A user's loss, which has defaults
         itself, gets ``beta`` and ``label_smoothing`` only where these differ from DPOConfig's."""
-        row, fixed = LOSS_TYPES[loss_type]
+        row, fixed = DPO_LOSSES[loss_type]
         options: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
         if row.is_own:
             options = {name: x for name, x in options.items() if x != _default(name)}

@@ -18,7 +18,7 @@ from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.correction import ImportanceWeights
 from fastrl.learn.engine import Engine
 from fastrl.learn.gradient import GradientStep, StepRules
-from fastrl.learn.kl import (
+from fastrl.learn.kl_penalty import (
     AdaptiveKLController,
     FixedKLController,
 )

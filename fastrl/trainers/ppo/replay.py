@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastrl.collect.ledger import NOT_JSON
-from fastrl.collect.replayed import (
+from fastrl.collect.compare_replay import (
     Replayed,
     ReplayedSample,
     changes,
@@ -23,6 +22,7 @@ from fastrl.collect.replayed import (
     warn_of_another_machine,
     warn_of_other_code,
 )
+from fastrl.collect.ledger import NOT_JSON
 from fastrl.run.checkpoints import CODE_DIFFERS, Checkpoints, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
@@ -30,7 +30,7 @@ from fastrl.samples import Samples
 from fastrl.trainers.ppo.ledger import learned_advantages
 from fastrl.trainers.ppo.setup import precision_of
 from fastrl.trainers.ppo.state import deciding
-from fastrl.trainers.replay import Walk
+from fastrl.trainers.replay_walk import Walk
 
 if TYPE_CHECKING:
     from fastrl.trainers.ppo.trainer import PPOTrainer

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastrl.config import PPOConfig
 from fastrl.data.prompts import PromptStream
-from fastrl.learn.kl import AdaptiveKLController, FixedKLController
+from fastrl.learn.kl_penalty import AdaptiveKLController, FixedKLController
 from fastrl.learn.memory import MicroBatches
 from fastrl.learn.ref_model import RefModel
 from fastrl.learn.score_scaling import RunningMoments

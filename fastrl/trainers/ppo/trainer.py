@@ -26,7 +26,7 @@ from fastrl.data.token_batch import TokenBatch
 from fastrl.learn.advantages import check_estimates
 from fastrl.learn.engine import Engine
 from fastrl.learn.experience import Experience
-from fastrl.learn.kl import make_kl_penalty, warn_of_negative_kl
+from fastrl.learn.kl_penalty import make_kl_penalty, warn_of_negative_kl
 from fastrl.learn.loss import UpdateLoss
 from fastrl.learn.memory import Activations
 from fastrl.learn.nonfinite import NonFiniteExperience, NonFiniteNumbers

@@ -141,8 +141,8 @@ def _ppo_loss_fwd_kernel(
     low,  # the ratio's bounds
     high,
     dual_clip,  # or None
-    delta,  # or None: the most that a ratio weighs outside of the clip; "sapo": τ where A > 0
-    soft_below,  # "sapo": τ elsewhere; else None
+    delta_or_tau,  # δ, the most that a ratio weighs outside of the clip, or None; "sapo": τ, A > 0
+    tau_below,  # "sapo": τ where A ≤ 0; else None
     value_cliprange,
     value_coef,
     kl_coef,
@@ -200,8 +200,8 @@ def _ppo_loss_fwd_kernel(
             slope = -advantages * bounded
             loss = slope * logprobs
         elif POLICY_LOSS == "sapo":
-            above = tl.cast(delta, tl.float32)
-            soft = tl.where(advantages > 0, above, tl.cast(soft_below, tl.float32))
+            above = tl.cast(delta_or_tau, tl.float32)
+            soft = tl.where(advantages > 0, above, tl.cast(tau_below, tl.float32))
             far = exact_exp(-soft * tl.abs(ratio - 1.0))  # at most 1
             share = tl.div_rn(tl.where(ratio > 1.0, 1.0, far), 1.0 + far)
             loss = -advantages * tl.div_rn(4.0 * share, soft)
@@ -216,14 +216,14 @@ def _ppo_loss_fwd_kernel(
             tl.static_assert(POLICY_LOSS == "clip", "a policy loss without a kernel")
             unclipped = -advantages * ratio
             near = tl.minimum(tl.maximum(ratio, low), high)
-            if delta is not None:
-                most = tl.cast(delta, tl.float32)
+            if delta_or_tau is not None:
+                most = tl.cast(delta_or_tau, tl.float32)
                 unclipped = tl.where(ratio > most, -advantages * most, unclipped)
             clipped = -advantages * near
             is_clipped = clipped > unclipped
             is_cut = is_clipped
             loss = tl.where(is_clipped, clipped, unclipped)
-            if delta is not None:
+            if delta_or_tau is not None:
                 # Between δ and the clip range's end the larger branch is that of the ratio itself.
                 is_cut = tl.where(is_clipped, near != ratio, ratio > most)
                 is_clipped = is_clipped & (near != ratio)
@@ -320,11 +320,11 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
     ref_logprobs, denominator, token_weights, _, of_sequences = others
     low, high, dual_clip, aggregate, number, value_cliprange, value_coef, *others = settings
     kl_coef, kl_kind, objective = others
-    policy_loss, delta, below, kl_apart = _AS_PPO
+    policy_loss, delta_or_tau, tau_below, kl_apart = _AS_PPO
     if objective is not PPO_CLIP:
-        policy_loss, _, delta, soft, *_ = objective
+        policy_loss, _, delta_or_tau, soft, *_ = objective
         if policy_loss == "sapo":
-            delta, below = soft[0], float(soft[1])
+            delta_or_tau, tau_below = soft[0], float(soft[1])
         kl_apart = objective.joins_slopes
     out, arrived, loss, stats = outputs
     programs, shape, tile = tiles
@@ -332,8 +332,9 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
     _launch_fwd(
         programs, logprobs, old_logprobs, advantages, mask, weights, values, old_values, returns,
         ref_logprobs, token_weights, of_sequences, out, arrived, denominator, loss, stats,
-        *shape, float(low), float(high), dual_clip and float(dual_clip), delta and float(delta),
-        below, float(value_cliprange), float(value_coef), float(kl_coef), number and float(number),
+        *shape, float(low), float(high), dual_clip and float(dual_clip),
+        delta_or_tau and float(delta_or_tau), tau_below,
+        float(value_cliprange), float(value_coef), float(kl_coef), number and float(number),
         *wanted, kl_kind, policy_loss, kl_apart, by_rows, aggregate == _ROW_MEANS, *tile,
     )  # fmt: skip
 

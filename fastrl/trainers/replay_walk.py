@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastrl.collect.replayed import (
+from fastrl.collect.compare_replay import (
     Replayed,
     ReplayedSample,
     warn_of_another_machine,
