@@ -140,8 +140,16 @@ def as_text(prompt: TextOrMessages) -> str:
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return prompt[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        return content_text(prompt[0])
+    return "\n\n".join(f"{message['role']}: {content_text(message)}" for message in prompt)
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """The text of a message: its content, the joined texts of a list of blocks, "" without any."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(block.get("text") or "" for block in content)
 
 
 def render(

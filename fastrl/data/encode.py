@@ -109,7 +109,8 @@ class Encoder:
             raise ValueError(f"the tokenizer makes no token of the prompt {text!r}")
         limit = self._prompt_limit(max((len(response) for _, response, _ in encoded), default=0))
         if limit is not None and len(front) + len(ids) > limit:
-            room = max(limit - len(front), 0)
+            front = front[:limit]
+            room = limit - len(front)
             begin = len(ids) - room if self.truncation == "keep_end" else 0
             text, ids = self._cut(text, ids, spans, begin, begin + room)
         prompt_ids = (*front, *ids)
@@ -284,8 +285,8 @@ class Encoder:
         limit = self.max_prompt_length
         if limit is None or len(ids) <= limit:
             return ids
-        front = self._opening(ids)
-        room = max(limit - front, 0)
+        front = min(self._opening(ids), limit)
+        room = limit - front
         begin = len(ids) - room if self.truncation == "keep_end" else front
         return [*ids[:front], *ids[begin : begin + room]]
 

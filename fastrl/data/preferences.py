@@ -300,8 +300,9 @@ def _split_row(row: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def _encode_pair(row: Mapping[str, Any], i: int, tokenizer: Any) -> dict[str, Any]:
-    split = _split_row(row, i)
-    prompt, sides = _encode({**row, **split}, PAIR, tokenizer, i)
+    number = row_number(row, i)
+    split = _split_row(row, number)
+    prompt, sides = _encode({**row, **split}, PAIR, tokenizer, number)
     return {**split, **dict(zip(OF_A_PAIR, [prompt, *sides], strict=True))}
 
 
@@ -320,7 +321,7 @@ def _encode_unpaired(
     encoded = []
     for side, label in zip(PAIR, (True, False), strict=True):
         for pair, i in zip(pairs, numbers, strict=True):
-            row = {**pair, **_split_row(pair, i)}
+            row = {**pair, **_split_row(pair, row_number(pair, i))}
             row |= {"completion": row[side], "label": label}
             encoded.append({**row, **_encode_completion(row, i, tokenizer)})
     return {name: [row[name] for row in encoded] for name in encoded[0] if name not in PAIR}

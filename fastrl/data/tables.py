@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fastrl.data.chat import as_written, check_unicode, content_text, is_chat
 from fastrl.nearest import did_you_mean_path
 
 if TYPE_CHECKING:
@@ -122,8 +123,6 @@ def as_dataset(dataset: Any) -> Dataset:
             "return trainer-ready rows (input_ids and labels)"
         )
     if not isinstance(dataset, datasets.Dataset):
-        from fastrl.data.chat import check_unicode
-
         rows = [dataset[i] for i in range(len(dataset))]
         _check_rows(rows)
         try:
@@ -201,8 +200,6 @@ def open_rows(source: Any, split: str) -> Any:
     Args:
         split: the split of a data set that has several.
     """
-    from fastrl.data.chat import as_written
-
     if isinstance(source, str | os.PathLike):
         return as_dataset(load_table(os.fspath(source), split))
     if isinstance(source, dict) and split in source:
@@ -272,8 +269,6 @@ def take_prompts(
             chats, or a limit for chats, which cannot be cut.
         TypeError: a column of something other than text or chats.
     """
-    from fastrl.data.chat import is_chat
-
     column = find_prompt_column(table, column)
     prompts = table[column][:]
     for row, prompt in enumerate(prompts):
@@ -354,7 +349,7 @@ def _key(prompt: TextOrMessages) -> str:
 def _has_text(prompt: TextOrMessages) -> bool:
     if isinstance(prompt, str):
         return bool(prompt.strip())
-    return any(message and (message.get("content") or "").strip() for message in prompt)
+    return any(message and content_text(message).strip() for message in prompt)
 
 
 def count_prompts(table: Dataset) -> int:

@@ -299,6 +299,8 @@ def test_a_cut_prompt_keeps_its_first_special_token() -> None:
     for row in (LONG, {**LONG, "prompt": "<bos> " + LONG["prompt"]}):
         pair = load([row], with_specials("<bos> $A"), max_prompt_length=3)[0]
         assert ids(pair)[0] == [0, 5, 6]
+    pair = load([LONG], with_specials("<bos> <bos> $A"), max_prompt_length=1)[0]
+    assert ids(pair)[0] == [0]
 
 
 def test_cut_texts_keep_the_spaces_of_their_tokens() -> None:

@@ -7,7 +7,17 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from fastrl.data import tables as prompt_data
-from fastrl.data.tables import drop_prompts, held_out_count, load_table, sample_rows, take_prompts
+from fastrl.data.chat import as_text
+from fastrl.data.preferences import prepare_completions_of_ids, prepare_pairs_of_ids
+from fastrl.data.tables import (
+    drop_prompts,
+    held_out_count,
+    load_table,
+    numbered,
+    sample_rows,
+    take_prompts,
+)
+from tests.golden import tiny
 
 ROWS = [{"text": f"the film number {i} is good", "label": i % 2} for i in range(6)]
 
@@ -166,6 +176,27 @@ def test_prompts_must_be_text():
         assert take_prompts(table)["n"][:] == [2]
     with pytest.raises(ValueError, match="every prompt is empty"):
         take_prompts(Dataset.from_dict({"prompt": ["", " "]}))
+
+
+def test_messages_of_blocks_and_without_content_have_texts():
+    image = {"type": "image", "text": None}
+    chats = [
+        [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
+        for text in ("a ", " ")
+    ]
+    with pytest.warns(UserWarning, match="1 of 2 prompts dropped"):
+        assert len(take_prompts(Dataset.from_dict({"prompt": chats}))) == 1
+    assert as_text(chats[0]) == "a "
+    call = {"role": "assistant", "content": None, "tool_calls": []}
+    assert (as_text([call]), as_text([*chats[0], call])) == ("", "user: a \n\nassistant: ")
+
+
+def test_rows_are_named_by_their_numbers_in_the_file():
+    rows = [{"prompt": "w5", "chosen": "w6", "rejected": "w7"}, {"prompt": None}]
+    shuffled = numbered(Dataset.from_list(rows)).select([1, 0])
+    for prepare in (prepare_pairs_of_ids, prepare_completions_of_ids):
+        with pytest.raises(ValueError, match="of row 1"):
+            prepare(shuffled, tiny.tokenizer(), None, None)
 
 
 def test_texts_beside_chats_are_named_by_their_rows(tmp_path):
