@@ -96,7 +96,7 @@ class UpdateRecord:
             self.advantages.append(minibatch.advantages)
         if outcome.taken:
             self.norms.append(outcome.norm)
-        if not self.max_ratio >= outcome.max_ratio:  # also if one of them is NaN
+        if not self.max_ratio >= outcome.max_ratio and not math.isnan(outcome.max_ratio):
             self.max_ratio = outcome.max_ratio
         self.left_out.update(outcome.blame.left_out)
         self.because = self.because or outcome.blame.because

@@ -364,9 +364,9 @@ class Rewards:
                     f"{', '.join(self.names)} returned None; one must return a number"
                 )
         wrong = judged & ~values.float().isfinite()  # in fp32, as scores are
-        self._check_finite(wrong, values, prompts, included)
-        total = (weights * values.where(judged & ~wrong, 0.0)).sum(0)
         nonfinite = (wrong & decides).any(0)
+        self._check_finite(wrong, values, prompts, bool(nonfinite[included].all()))
+        total = (weights * values.where(judged & ~wrong, 0.0)).sum(0)
         total[nonfinite | torch.tensor(has_none, dtype=torch.bool)] = math.nan
         values[wrong] = math.nan
         by_function = dict(zip(self.names, values, strict=True))
@@ -380,7 +380,7 @@ class Rewards:
         return RewardBatch(total, by_function, seconds, count, self._repeated, of_tokens, unjudged)
 
     def _check_finite(
-        self, wrong: Tensor, values: Tensor, prompts: Sequence[Any], included: list[int]
+        self, wrong: Tensor, values: Tensor, prompts: Sequence[Any], none_left: bool
     ) -> None:
         """Warns of rewards that are not finite, once for each function, or raises an error."""
         # Where another function may judge the completion.
@@ -395,12 +395,9 @@ class Rewards:
                 what += ": left out of its mean, as any later ones will be; its weight is 0"
                 self._warn("nonfinite", function, what)
                 continue
-            none = self._judges_all and not self._shared and bool(wrong[:, included].any(0).all())
-            if self._raises or none:
-                none_left = "" if self._raises else ", and no completion is left"
-                raise ValueError(
-                    f"{function.who} {what}{none_left}: rewards must be finite numbers"
-                )
+            if self._raises or (none_left and self._judges_all and not self._shared):
+                what += "" if self._raises else ", and no completion is left"
+                raise ValueError(f"{function.who} {what}: rewards must be finite numbers")
             self._warn(
                 "nonfinite",
                 function,

@@ -90,6 +90,7 @@ def test_yaml_takes_them_and_flags_win(tmp_path: Path) -> None:
     ("grpo", "--num-train-epochs 3", "--num-train-epochs: a run has --steps steps"),
     ("sft", "--use-peft", "--use-peft: --lora-r is the adapter's rank"),
     ("sft", "--use-peft false --lora-r 8", "--use-peft and --lora-r are one setting"),
+    ("grpo", "--num-generations [1]", "invalid int value: '[1]'"),
     ("grpo", "--num-generation 4", "did you mean '--num-generations'?"),
 ])  # fmt: skip
 def test_what_would_differ_is_refused(command: str, words: str, message: str) -> None:

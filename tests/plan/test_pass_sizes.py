@@ -227,6 +227,7 @@ class Told:
     ("cuda", 1, False, True, PassSize(8192), "passes have 8192 tokens at most: set --micro"),
     ("cuda", 2, None, True, PassSize(16384), "passes have 16384 tokens at most"),
     ("cuda", 2, None, False, None, ""),
+    ("cuda", 2, True, False, None, "no plan of memory: a run of several processes has none"),
     ("cpu", 1, None, True, None, ""),
 ])  # fmt: skip
 def test_commands_limit_passes_on_a_gpu_where_nobody_has(

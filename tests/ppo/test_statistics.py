@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from fastrl.learn.gradient import StepOutcome
 from fastrl.learn.kl_penalty import AdaptiveKLController
+from fastrl.learn.update import UpdateRecord
 from fastrl.rollout import RolloutOutput
 from tests.ppo.conftest import make_batch, make_policy, make_trainer, perturbed
 from tests.ppo.updates import watch_gradients
@@ -78,3 +80,10 @@ def test_the_coefficient_follows_the_kl_by_at_most_a_fifth_per_horizon(kl, chang
     controller = AdaptiveKLController(init_kl_coef=0.3, target=6.0, horizon=1000.0)
     controller.update(kl, n_steps=500)
     assert controller.value == pytest.approx(0.3 * (1 + change / 2))
+
+
+def test_the_largest_ratio_outlasts_steps_without_any():
+    record = UpdateRecord()
+    for ratio in (math.nan, 5.0, math.nan, 1.0):
+        record.add(StepOutcome(max_ratio=ratio))
+    assert record.max_ratio == 5.0

@@ -459,6 +459,10 @@ def test_where_no_sample_is_left_it_is_an_error() -> None:
         ValueError, match=r"sick returned nan .* and 4 more .* no completion is left"
     ):
         ask(Rewards({"sick": lambda **_: [math.nan] * 5}, on_nonfinite="skip"))
+    some = {"some": lambda **_: [math.nan, 1, 2, 3, 4], "metric": lambda **_: [math.nan] * 5}
+    with pytest.warns(UserWarning, match="left out of the step|its weight is 0"):
+        found = ask(Rewards(some, [1, 0], on_nonfinite="skip"))
+    assert found.total[1:].tolist() == [1, 2, 3, 4]
 
 
 def test_equal_names_are_numbered() -> None:

@@ -117,6 +117,8 @@ def test_mixtures_have_their_shares(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match="fraction must be set for all data sets"):
         mixed(1.0, None)
+    with pytest.raises(ValueError, match="streams are not split: leave test_split_size out"):
+        mixed(None, None, test_split_size=0.2, streaming=True)
     with pytest.raises(ValueError, match="the mixture has no data set"):
         fastrl.get_dataset(fastrl.DatasetMixtureConfig())
 

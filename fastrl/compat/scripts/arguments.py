@@ -102,6 +102,8 @@ def get_dataset(mixture_config: Any) -> Any:
     named = mixture_config.datasets
     if not named:
         raise ValueError("the mixture has no data set: name some under datasets")
+    if mixture_config.streaming and mixture_config.test_split_size is not None:
+        raise ValueError("streams are not split: leave test_split_size out")
     parts = []
     for source in named:
         part = load_dataset(

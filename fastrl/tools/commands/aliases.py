@@ -237,7 +237,8 @@ class Words:
             if alias is not None:
                 if not setting:
                     raise ValueError(f"{shown}: {alias.remedy}")
-                mapped = alias.values.get(value[0], "")
+                # A list from JSON has no hash.
+                mapped = next((x for key, x in alias.values.items() if key == value[0]), "")
                 if alias.where and not mapped:
                     self._refused.append((shown, alias))
                 if mapped is None:

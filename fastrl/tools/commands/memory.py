@@ -47,6 +47,8 @@ class RunMemory:
         self.device = torch.device(device)
         on_gpu, alone = self.device.type == "cuda", process_count() == 1
         is_open = is_open and on_gpu
+        if asked and not alone:
+            _say("no plan of memory: a run of several processes has none, fastrl plan is of one")
         wanted = (on_gpu if asked is None else asked) and alone
         self.plan: Plan | None = None
         if not is_open and not wanted:

@@ -28,8 +28,9 @@ _CONFIGS = {
     "SFTTrainer": ("trainers.sft", ("SFTConfig",)),
     "RewardTrainer": ("trainers.reward", ("RewardConfig",)),
     **{
-        f"{name}Trainer": (f"trl.{name.lower()}_config", (f"{name}Config",))
-        for name in ("GRPO", "RLOO", "DPO", "KTO")
+        f"{name}Trainer": (f"trainers.{part}.{name.lower()}_config", (f"{name}Config",))
+        for part, names in (("groups", ("GRPO", "RLOO")), ("pairs", ("DPO", "KTO")))
+        for name in names
     },
 }
 
