@@ -41,13 +41,13 @@ def choose_padding(
     *models: nn.Module | None,
     anywhere: Callable[[bool], bool] = bool,
 ) -> Padding:
-    """The layout of batches that all models run: packed, if ``padding_free`` and their results do
-    not depend on it, else padded. A warning says why, but not for encoder–decoders.
+    """The layout of batches that all models run: packed, if ``padding_free`` and the models'
+    results do not depend on packing, else padded. A warning says why a model cannot run packed, but
+    not for encoder–decoders, which run padded.
 
     Args:
-        padding_free: False for padded batches.
         device: the device of the inputs.
-        precision: the dtype of the lowest precision in which forwards compute.
+        precision: the dtype of the lowest precision in which forward passes compute.
         models: fastrl's wrappers, as accelerate has prepared them.
         anywhere: returns whether a truth value is True in any process, so that all choose alike.
     """

@@ -171,7 +171,7 @@ class PackedCollator:
             parts = [*feature.get("seq_lengths", [end]), width - end]
             positions[row] = torch.cat([torch.arange(n) for n in parts])
             texts[row] = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
-        labels[:, 0] = IGNORED  # nothing predicts it
+        labels[:, 0] = IGNORED  # no position predicts a first token
         batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "labels": labels}
         lengths = [torch.tensor(f.get("seq_lengths", [len(f["input_ids"])])) for f in features]
         batch["lengths"] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)

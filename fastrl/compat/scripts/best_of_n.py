@@ -21,7 +21,6 @@ class BestOfNSampler:
         queries_to_scores: returns a score for each text, a response as :meth:`generate` returns it.
         length_sampler: draws max_new_tokens, once for each query.
         seed: the seed of torch, Python and NumPy; None: generators stay as they are.
-        generation_config: generation settings for ``model.generate``.
 
     Raises:
         ValueError: ``n_candidates`` is below 1, or above ``sample_size``.
