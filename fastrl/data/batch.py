@@ -334,8 +334,8 @@ def check_scores(
         starts: how many start tokens, which have no score, each response and its mask begin with.
 
     Returns:
-        scores, or their sums, [batch_size] fp32 on the CPU; and None, or tensors [L] fp32 on the
-        CPU.
+        scores, or sums of the tokens' scores, [batch_size] fp32 on the CPU; and None, or for each
+        response its L tokens' scores, [L] fp32 on the CPU.
 
     Raises:
         ValueError: not ``batch_size`` tensors of one number each, nor of one number for each token;

@@ -495,7 +495,7 @@ def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence
     """The place at which the assistant's turn ends in a conversation's text; -1: not found.
 
     Args:
-        alone: the text of the conversation up to that turn, without blanks at its end.
+        alone: the text of the conversation up to the turn's end, without blanks behind it.
         front: the length of the text in front of the turn.
         answer: the assistant's text in the turn, without its calls.
         ends: special tokens; a turn that is not the last one may end with one of them.

@@ -70,11 +70,8 @@ def runs_packed(
     stacklevel: int = 2,
 ) -> bool:
     """Whether all models run packed batches, in all processes. A warning says why one does not, and
-    another one where padding changes a model's results. Further arguments are those of
-    :func:`choose_padding` and :func:`why_not_packed`.
-
-    Args:
-        asked: False for padded batches.
+    another one where padding changes a model's results. ``asked`` is ``padding_free`` of
+    :func:`choose_padding`; see there, and :func:`why_not_packed`, for the other arguments.
     """
     models, some_padded = list(models), not asked
     for model in models if asked else ():

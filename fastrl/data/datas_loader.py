@@ -130,7 +130,7 @@ class DatasLoader(Sequence[Example]):
 
     def limited(self, max_length: int, of_prompt: int | None = None) -> DatasLoader:
         """The same examples, where a prompt with a response has at most ``max_length`` tokens, and
-        a prompt at most ``of_prompt``."""
+        a prompt at most ``of_prompt``; raises ValueError if :class:`Encoder` refuses both."""
         old = self.encoder
         longest = min(max_length, old.max_length or max_length)
         prompt = min((x for x in (of_prompt, old.max_prompt_length) if x is not None), default=None)

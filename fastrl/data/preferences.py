@@ -192,9 +192,8 @@ class PairCollator:
 @dataclass
 class CompletionCollator(PairCollator):
     """Makes batches of single completions, padded on the right: ``input_ids``, ``attention_mask``
-    and ``completion_mask`` [B, T], and ``label`` [B] bool. Rows with ``KL_completion_ids`` give the
-    first three for these, too, as ``KL_input_ids`` and so on. The reference's log-probs [B] are
-    there where the rows have them."""
+    and ``completion_mask`` [B, T], and ``label`` [B] bool. ``KL_completion_ids`` give the first
+    three again, as ``KL_input_ids`` and so on; log-probs of the reference are stacked, [B]."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch = self._padded([(row["prompt_ids"], row["completion_ids"]) for row in rows])

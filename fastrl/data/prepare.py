@@ -390,7 +390,7 @@ def with_new_names(dataset: Any) -> Any:
 
 
 def token_columns(dataset: Any) -> tuple[str, ...]:
-    """The columns of token ids that a data set of pairs has; none for a data set with texts."""
+    """The columns of token ids and masks of a data set of pairs; none for a data set with texts."""
     columns = set(_pair_columns(dataset))
     return next((names for names in (TOKEN_COLUMNS, ID_COLUMNS) if columns >= set(names)), ())
 

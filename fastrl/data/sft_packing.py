@@ -144,7 +144,8 @@ class PackedTexts(Dataset):
 @dataclass
 class PackedCollator:
     """Pads packed rows on the right; ``position_ids`` restart with each text. ``lengths`` [B,
-    texts] has the lengths of each row's texts, filled up with 0.
+    texts] has the lengths of each row's texts, filled up with 0; ``rows`` and ``targets`` are those
+    of :class:`fastrl.data.collators.TextCollator`.
 
     Args:
         mask: dtype of the attention mask [B, 1, T, T] that separates the texts, for models that do
