@@ -62,7 +62,6 @@ class BestOfNSampler:
         Args:
             tokenized_query: the token ids of a query, a list or a 1-D tensor, or of several.
             device: the model's device; None: that of its weights.
-            generation_kwargs: further arguments of ``model.generate``.
         """
         one = not isinstance(tokenized_query[0], list | Tensor) or (
             isinstance(tokenized_query, Tensor) and tokenized_query.dim() == 1

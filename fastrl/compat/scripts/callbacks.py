@@ -40,9 +40,8 @@ class RichProgressCallback(TrainerCallback):
 
 
 class SyncRefModelCallback(TrainerCallback):
-    """Moves a reference towards the model: ref ← (1 - α) ref + α model, with α
-    ``args.ref_model_mixup_alpha``, every ``args.ref_model_sync_steps`` optimizer steps
-    (Gorbatovski et al., arXiv:2404.09656).
+    """Moves a reference towards the model every ``args.ref_model_sync_steps`` optimizer steps:
+    ref ← (1 - α) ref + α model, with α ``args.ref_model_mixup_alpha`` (arXiv:2404.09656).
 
     The trainers do so themselves with ``sync_ref_model=True``.
     """

@@ -26,7 +26,6 @@ class TrlParser(HfArgumentParser):
         dataclass_types: one dataclass, or several.
         ignore_extra_args: the same as ``fail_with_unknown_args=False`` in
             :meth:`parse_args_and_config`.
-        options: HfArgumentParser's options.
     """
 
     def __init__(

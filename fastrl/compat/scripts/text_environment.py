@@ -108,8 +108,7 @@ class TextEnvironment:
     Args:
         model: a value-head model of ours, or a model of transformers, with ``generate``.
         tools: functions of a text by name, or callable objects, which have their class's name.
-        reward_fn: returns a reward for each episode, from the texts of the episodes' last segments
-            and the keywords of :meth:`run`.
+        reward_fn: returns a reward for each last segment's text; gets the keywords of :meth:`run`.
         prompt: stands in front of each task.
         max_turns: most turns of an episode.
         max_tool_reponse: most characters of a tool's answer (TRL's spelling).
