@@ -91,14 +91,14 @@ def _aggregates() -> Iterable[str]:
 
 @dataclass
 class PPOConfig:
-    """Settings of :class:`fastrl.PPOTrainer`: names, meanings and defaults of TRL 0.11's PPOConfig.
+    """Settings of :class:`fastrl.PPOTrainer`: TRL 0.11's, with their defaults, and fastrl's own.
 
     Sizes count samples per process. ``mini_batch_size`` unset is min(128, batch_size);
     ``mini_batch_size × gradient_accumulation_steps`` must divide ``batch_size``.
 
     Raises:
-        ValueError: a value out of range, batch sizes that do not divide, an unknown choice.
-        TypeError: a JSON field that does not hold an object.
+        ValueError: a wrong value, sizes that do not divide, settings that exclude each other.
+        TypeError: a value of another type, such as a JSON field that does not hold an object.
     """
 
     # Tracking

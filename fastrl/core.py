@@ -62,7 +62,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean)/std over the elements under the mask; plus the mean unless ``shift_mean``."""
+    """(x - mean)/std under the mask, plus the mean unless ``shift_mean``; 0 elsewhere."""
     return fastrl_kernels.masked_whiten(values, mask.bool(), shift_mean=shift_mean)
 
 
@@ -170,7 +170,7 @@ def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors and arrays of one element as Python numbers; the rest as it is."""
+    """Tensors and arrays of shape [] or [1] as Python numbers; the rest as it is."""
     return {
         key: value.item()
         if isinstance(value, (Tensor, np.ndarray)) and value.shape in ((), (1,))
@@ -198,7 +198,7 @@ class LengthSampler:
 
 
 class PPODecorators:
-    """``empty_device_cache`` frees cached device memory after a block, if switched on."""
+    """``empty_device_cache`` frees cached memory after a block, with ``optimize_device_cache``."""
 
     optimize_device_cache = False
 

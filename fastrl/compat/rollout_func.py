@@ -72,8 +72,9 @@ class TRLRollouts:
             TypeError: another kind of trainer.
             ValueError: another trainer than before; something that the engine does not do: vLLM,
                 tools, environments, images, arguments of ``generate`` or models that it does not
-                know; weights that something else than FSDP2 spreads.
-            PeerFailed: another process raised an exception; names both.
+                know; weights that FSDP1 or ZeRO-3 spreads; a temperature in ``generation_kwargs``
+                that is not the trainer's; in several processes, ``evaluate()`` before ``train()``.
+            PeerFailed: another process raised an exception; the message names process and error.
         """
         _check_kind(trainer)
         if self._processes is None:
@@ -94,7 +95,7 @@ class TRLRollouts:
         templates = [trainer.chat_template_kwargs] * len(prompts)
         ids = ids_of_prompts(prompts, trainer.processing_class, templates)
         size = samples_per_prompt(ids, group)
-        # A prompt's number keys its draws: it differs between processes with unequal prompts, too.
+        # A prompt's number keys its draws: no two processes have a number in common.
         processes, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
         numbers = [index + processes * i for i in range(len(ids) // size)]
         moment = ("train" if model.training else "eval", trainer.state.global_step)
@@ -131,8 +132,8 @@ class TRLRollouts:
         self._trainer, self._engine = trainer, engine
         return engine
 
-    # The size of the KV cache decides the last bits of what comes later. TRL has no place for that
-    # but its state's dict for callbacks, which checkpoints keep.
+    # The KV cache's size decides the last bits of later log-probs, so that checkpoints must keep
+    # it: of what TRL saves, only its state's dict for callbacks has a place for it.
 
     def _adopt(self, state: Any, engine: RolloutEngine) -> None:
         kept = state.stateful_callbacks.get(_KEPT)
@@ -152,7 +153,7 @@ def _check_kind(trainer: Any) -> None:
         )
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.split(".")[0] == "trl"]
     missing = [name for name in _READ if not hasattr(trainer, name)]
-    # With vLLM, TRL makes no generation_kwargs: that is refused by its own name.
+    # With vLLM, TRL makes no generation_kwargs; _check_settings refuses use_vllm by name.
     if getattr(trainer, "use_vllm", False):
         missing = [name for name in missing if name != "generation_kwargs"]
     if not any(kind.__name__ == "GRPOTrainer" for kind in kinds) or missing:
@@ -164,7 +165,7 @@ def _check_kind(trainer: Any) -> None:
 
 
 def _check_settings(trainer: Any) -> None:
-    """Raises ValueError for settings that the engine does not have; says what to change."""
+    """Raises ValueError for settings and models that the engine cannot serve; says what to do."""
     on = {
         "use_vllm": getattr(trainer, "use_vllm", False),
         "use_transformers_continuous_batching": getattr(

@@ -22,12 +22,12 @@ class BatchMaker(ABC):
     """Makes checked, padded batches of queries and responses for one kind of model.
 
     Args:
-        layout: the model's layout.
+        layout: how the model reads a sample, see :func:`fastrl.models.layout.layout_of`.
         vocab_size: the model's vocabulary, in tokens.
         tokenizer: has the pad token and the padding side.
         collator: pads in place of the tokenizer's settings; gets dicts of ``input_ids`` and
             ``attention_mask``.
-        padding: the layout of batches in the model's input; by default a padded row per sample.
+        padding: how batches lie in the model's input; by default a padded row per sample.
     """
 
     def __init__(
@@ -331,11 +331,11 @@ def check_scores(
         scores: tensors of one number each; or one 1-D tensor for each response, with a number for
             each of its tokens.
         masks: which tokens of the responses count.
-        starts: start tokens in front of each response and of its mask, which have no score.
+        starts: how many start tokens, which have no score, each response and its mask begin with.
 
     Returns:
-        scores, or their sums, [batch_size] fp32 on the CPU; and None, or tensors [L] fp32 on the
-        CPU.
+        scores, or sums of the tokens' scores, [batch_size] fp32 on the CPU; and None, or for each
+        response its L tokens' scores, [L] fp32 on the CPU.
 
     Raises:
         ValueError: not ``batch_size`` tensors of one number each, nor of one number for each token;
@@ -386,8 +386,8 @@ def check_scores(
 def without_tokens(
     queries: Any, responses: Any, response_masks: Any, left_out: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Responses and masks in which no token of the samples ``left_out`` counts; an empty response
-    among them becomes a token of its query, because a batch needs one."""
+    """Responses and masks in which no token of the samples ``left_out`` counts. An empty response
+    of theirs becomes its query's last token, because no response of a batch may be empty."""
     responses = list(responses)
     masks = [torch.ones_like(r) for r in responses] if response_masks is None else response_masks
     masks = list(masks)

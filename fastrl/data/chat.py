@@ -294,7 +294,7 @@ def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
     ``chat_template_kwargs`` (a dict) of row ``i``, without keys that the table may have added.
 
     Raises:
-        ValueError: a column of another type; names the row.
+        ValueError: a column of another type, or a text that is not JSON; names the row.
     """
     tools, others = row.get("tools"), row.get("chat_template_kwargs") or {}
     if isinstance(tools, str):
@@ -320,7 +320,7 @@ def templates_of(
     common: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Mapping[str, Any]]:
     """Further arguments of the chat template for each prompt: the ``common`` ones, and those of
-    :func:`template_arguments` for its row, whose errors are raised. Texts may have none.
+    :func:`template_arguments` for its row, whose errors are raised. Those of a text are not read.
 
     Args:
         columns: the data set's columns, of which only :data:`TEMPLATE_COLUMNS` are read.
@@ -503,7 +503,7 @@ def _end_of_turn(whole: str, alone: str, front: int, answer: str, ends: Sequence
     """The place at which the assistant's turn ends in a conversation's text; -1: not found.
 
     Args:
-        alone: the text of the conversation up to that turn, without blanks at its end.
+        alone: the text of the conversation up to the turn's end, without blanks behind it.
         front: the length of the text in front of the turn.
         answer: the assistant's text in the turn, without its calls.
         ends: special tokens; a turn that is not the last one may end with one of them.

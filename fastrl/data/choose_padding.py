@@ -41,13 +41,13 @@ def choose_padding(
     *models: nn.Module | None,
     anywhere: Callable[[bool], bool] = bool,
 ) -> Padding:
-    """The layout of batches that all models run: packed, if ``padding_free`` and their results do
-    not depend on it, else padded. A warning says why, but not for encoder–decoders.
+    """The layout of batches that all models run: packed, if ``padding_free`` and the models'
+    results do not depend on packing, else padded. A warning says why a model cannot run packed, but
+    not for encoder–decoders, which run padded.
 
     Args:
-        padding_free: False for padded batches.
         device: the device of the inputs.
-        precision: the dtype of the lowest precision in which forwards compute.
+        precision: the dtype of the lowest precision in which forward passes compute.
         models: fastrl's wrappers, as accelerate has prepared them.
         anywhere: returns whether a truth value is True in any process, so that all choose alike.
     """
@@ -70,11 +70,8 @@ def runs_packed(
     stacklevel: int = 2,
 ) -> bool:
     """Whether all models run packed batches, in all processes. A warning says why one does not, and
-    another one where padding changes a model's results. Further arguments are those of
-    :func:`choose_padding` and :func:`why_not_packed`.
-
-    Args:
-        asked: False for padded batches.
+    another one where padding changes a model's results. ``asked`` is ``padding_free`` of
+    :func:`choose_padding`; see there, and :func:`why_not_packed`, for the other arguments.
     """
     models, some_padded = list(models), not asked
     for model in models if asked else ():

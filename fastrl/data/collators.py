@@ -34,7 +34,6 @@ class DataCollatorForCompletionOnlyLM:
     Args:
         response_template: text or token ids in front of what is learned.
         instruction_template: text or token ids in front of what is not learned; for dialogues.
-        tokenizer: the texts' tokenizer.
         mlm: only False.
         ignore_index: label of tokens that are not learned, when this is called as a collator.
         padding_free: join the texts of a batch in one row, whose ``position_ids`` restart with
@@ -184,8 +183,8 @@ def targets_of(labels: Tensor) -> dict[str, Tensor]:
 
 @dataclass
 class RewardDataCollatorWithPadding:
-    """Pads both sides of pairs to one width, for one forward. Padding in the rows themselves is cut
-    off where no row needs it.
+    """Pads both sides of pairs to one width, for one forward pass. Padding in the rows themselves
+    is cut off where no row needs it.
 
     Args:
         tokenizer: gives the pad token.

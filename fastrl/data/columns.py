@@ -143,8 +143,8 @@ def read_row(
             content is not a text.
 
     Raises:
-        ValueError: neither text nor chat messages, an empty prompt, a dialogue without a prompt;
-            names the row and the column.
+        ValueError: neither text nor chat messages, answers of both kinds, an empty prompt, a
+            dialogue without a prompt; names the row and the column.
     """
     sides = (roles.chosen, roles.rejected) if kind == PAIRS else (roles.response,)
     columns = [] if kind == PROMPTS else [column for column in sides if column is not None]

@@ -46,15 +46,15 @@ class DatasLoader(Sequence[Example]):
     feedback (chosen: desired, rejected: not), as answers (chosen) or as prompts, feedback as
     answers (the desired ones), all of them as prompts; see :meth:`as_kind`.
 
-    Prompts and responses are texts or chat messages, which go through the tokenizer's template, as
-    do the columns ``tools`` and ``chat_template_kwargs``. The prompt may also be inside the
+    Prompts and responses are texts, or chat messages, which the tokenizer's chat template writes
+    with the columns ``tools`` and ``chat_template_kwargs``. The prompt may also be inside the
     responses: messages, or chosen and rejected, may be conversations; chosen and rejected may be
     texts of the form "\\n\\nHuman: …\\n\\nAssistant: …", whose prompt is what both have up to their
     last common "\\n\\nAssistant:".
 
     All texts are checked here: examples with an empty response or with equal sides are left out,
-    and counted in a warning. They are tokenised when they are read; sides that become equal by a
-    length limit stay.
+    and counted in a warning. The others are tokenised when they are read; sides that become equal
+    by a length limit stay.
 
     Args:
         source: a file, a folder or a Hub id, see :func:`fastrl.data.tables.load_table`; a Hugging
@@ -120,7 +120,7 @@ class DatasLoader(Sequence[Example]):
         """The same data as examples of another kind.
 
         Raises:
-            ValueError: the columns do not give that kind.
+            ValueError: the columns do not give that kind, or no example is left.
         """
         if kind == self.kind:
             return self
@@ -130,7 +130,7 @@ class DatasLoader(Sequence[Example]):
 
     def limited(self, max_length: int, of_prompt: int | None = None) -> DatasLoader:
         """The same examples, where a prompt with a response has at most ``max_length`` tokens, and
-        a prompt at most ``of_prompt``."""
+        a prompt at most ``of_prompt``; raises ValueError if :class:`Encoder` refuses both."""
         old = self.encoder
         longest = min(max_length, old.max_length or max_length)
         prompt = min((x for x in (of_prompt, old.max_prompt_length) if x is not None), default=None)

@@ -41,7 +41,7 @@ class Encoder:
     in front of a text.
 
     Args:
-        tokenizer: its special tokens are added in front of prompts only.
+        tokenizer: adds its special tokens in front of prompts, and at both ends of whole texts.
         max_length: the most tokens of prompt and response; the response's end is cut, and with it
             EOS.
         max_prompt_length: the most tokens of a prompt; None: what an example's longest response
@@ -136,8 +136,8 @@ class Encoder:
     def joined(
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True
     ) -> tuple[list[int], int]:
-        """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 if it
-        is blank, and the answer is a whole text or conversation."""
+        """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 if the
+        prompt is blank, where the answer is read as a whole text or conversation."""
         if not prompt or (isinstance(prompt, str) and is_blank(prompt)):
             both = isinstance(prompt, str) and isinstance(answer, str)
             ids, _ = self.alone(prompt + answer if both else answer)  # type: ignore[operator]

@@ -73,8 +73,8 @@ def encode_prompts(
     """Prompts as texts, chats by the tokenizer's template; and their token ids, see
     :meth:`fastrl.data.encode.Encoder.prompts`.
 
-    The result for many prompts is kept in the cache of ``datasets``, under a hash of the prompts,
-    the templates' arguments and the tokenizer, if that is a fast one; other processes read it.
+    The result for 10,000 prompts or more is kept in the cache of ``datasets``, under a hash of the
+    inputs, if the tokenizer is fast and its template writes no date; other processes read it.
 
     Args:
         name_of: names a prompt by its index, for messages.

@@ -12,7 +12,7 @@ class Response:
     """A response to a prompt.
 
     Attributes:
-        ids: its tokens, which follow the prompt's, and end with EOS if the response is complete.
+        ids: the tokens behind the prompt's; EOS is the last if it was added and not cut off.
         finished: False if it was cut by a length limit.
     """
 

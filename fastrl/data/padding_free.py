@@ -89,7 +89,7 @@ def join_texts(
         lengths: the lengths of the texts in each row.
 
     Returns:
-        the pass, whose rows are ``rows`` there; and its tokens' flat positions in the batch, [T'].
+        the pass, whose rows are the places of ``rows`` in it; its tokens' positions b·T + t, [T'].
     """
     device, width = input_ids.device, input_ids.shape[1]
     layout = PackedLayout([Group(n) for row in lengths for n in row], device)

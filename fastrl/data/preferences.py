@@ -52,8 +52,8 @@ def prepare_pairs_of_ids(
     Args:
         dataset: a ``Dataset`` or an ``IterableDataset`` of pairs.
         num_proc: the number of processes; a stream takes none.
-        longest_prompt: the most tokens of a prompt; rows with a longer one are dropped, and counted
-            in a warning, unless in a stream, which is prepared as it is read.
+        longest_prompt: the most tokens of a prompt; rows with a longer one are dropped. A warning
+            counts them, but not those of a stream, which is prepared as it is read.
         cuts: longer prompts keep BOS and their last tokens, longer completions their first ones.
 
     Raises:
@@ -155,7 +155,6 @@ class PairCollator:
     """Makes batches of pairs, padded on the right: all chosen sequences, then all rejected ones.
 
     Args:
-        pad_token_id: the token that pads.
         max_length: the longest sequence, in tokens; longer ones are cut.
         truncation_mode: what stays of them, "keep_start" or "keep_end".
         pad_to_multiple_of: the batch's width is a multiple of it.
@@ -193,8 +192,8 @@ class PairCollator:
 @dataclass
 class CompletionCollator(PairCollator):
     """Makes batches of single completions, padded on the right: ``input_ids``, ``attention_mask``
-    and ``completion_mask`` [B, T], and ``label`` [B] bool. Where rows have them, also those of
-    mismatched completions, with ``KL_`` in front of the names, and the reference's log-probs."""
+    and ``completion_mask`` [B, T], and ``label`` [B] bool. ``KL_completion_ids`` give the first
+    three again, as ``KL_input_ids`` and so on; log-probs of the reference are stacked, [B]."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch = self._padded([(row["prompt_ids"], row["completion_ids"]) for row in rows])

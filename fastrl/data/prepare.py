@@ -65,10 +65,9 @@ def prepare_texts(
             have texts, messages (``messages``, or ShareGPT's ``conversations``), a prompt and a
             completion, or ``input_ids`` with ``labels`` or the masks ``completion_mask`` and
             ``assistant_masks``. ``tools`` and ``chat_template_kwargs`` go to the chat template.
-        text_field: column of texts.
         formatting_func: returns a row's text, or a list of texts for a batch of rows.
         completions: finds the tokens to learn behind its response template.
-        append_eos: end every text with EOS.
+        append_eos: end texts with EOS; chat templates write their own, and token ids stay.
         add_special: begin texts as the tokenizer does.
         completion_only: learn only the completion of rows with a prompt and a completion.
         assistant_only: learn only the assistant's turns of messages, or of a completion of
@@ -391,7 +390,7 @@ def with_new_names(dataset: Any) -> Any:
 
 
 def token_columns(dataset: Any) -> tuple[str, ...]:
-    """The columns of token ids that a data set of pairs has; none for a data set with texts."""
+    """The columns of token ids and masks of a data set of pairs; none for a data set with texts."""
     columns = set(_pair_columns(dataset))
     return next((names for names in (TOKEN_COLUMNS, ID_COLUMNS) if columns >= set(names)), ())
 

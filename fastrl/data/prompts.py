@@ -220,8 +220,8 @@ class Prompts:
 
 
 def samples_of_rows(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> Samples:
-    """A sample for each row, with the columns that the first row has, and its prompt, a text or
-    chat messages that are not encoded yet."""
+    """A sample for each row, with the columns that the first row has, and with the row's prompt of
+    ``prompts``, a text or chat messages, not encoded yet."""
     names = [name for name in (rows[0] if rows else ()) if name != _PROMPT_COLUMNS[0]]
     columns = {name: [row.get(name) for row in rows] for name in names}
     return Samples(prompts=list(prompts), prompt_rows=list(range(len(rows))), columns=columns)
@@ -245,7 +245,6 @@ class PromptStream:
 
     Args:
         count: number of prompts.
-        seed: seeds the permutations.
     """
 
     def __init__(self, count: int, seed: int):

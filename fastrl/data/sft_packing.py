@@ -144,7 +144,8 @@ class PackedTexts(Dataset):
 @dataclass
 class PackedCollator:
     """Pads packed rows on the right; ``position_ids`` restart with each text. ``lengths`` [B,
-    texts] has the lengths of each row's texts, filled up with 0.
+    texts] has the lengths of each row's texts, filled up with 0; ``rows`` and ``targets`` are those
+    of :class:`fastrl.data.collators.TextCollator`.
 
     Args:
         mask: dtype of the attention mask [B, 1, T, T] that separates the texts, for models that do
@@ -171,7 +172,7 @@ class PackedCollator:
             parts = [*feature.get("seq_lengths", [end]), width - end]
             positions[row] = torch.cat([torch.arange(n) for n in parts])
             texts[row] = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
-        labels[:, 0] = IGNORED  # nothing predicts it
+        labels[:, 0] = IGNORED  # no position predicts a first token
         batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "labels": labels}
         lengths = [torch.tensor(f.get("seq_lengths", [len(f["input_ids"])])) for f in features]
         batch["lengths"] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)

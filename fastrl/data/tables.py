@@ -53,7 +53,7 @@ def load_table(source: str, split: str = "train") -> Dataset:
         FileNotFoundError: a path that does not exist, or a folder without data files.
         ValueError: no name; a file of another format, an empty or broken one, text that is not
             UTF-8 (the error names the file, and the line if it is known); a folder of several
-            formats; an unknown split.
+            formats; an unknown split; a JSON integer that would be read as another number.
     """
     import datasets
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ModelPass(NamedTuple):
-    """One forward over a batch: the model's arguments, and the places of its tokens in them."""
+    """One forward pass over a batch: its arguments, and the places of the tokens in them."""
 
     inputs: dict[str, Any]
     rows: Tensor  # [N] int64, flat positions that predict the response tokens that count
@@ -31,10 +31,10 @@ class Padding(Protocol):
     """How a batch's tokens are laid out in the model's input: padded, or packed."""
 
     def model_pass(self, batch: TokenBatch) -> ModelPass:
-        """The forward over a batch."""
+        """The forward pass over a batch."""
 
     def tokens(self, batch: TokenBatch, samples: Sequence[int]) -> int:
-        """The number of positions in a forward over some of the batch's samples."""
+        """The number of positions in a forward pass over some of the batch's samples."""
 
 
 class Padded:
@@ -78,7 +78,7 @@ class TrunkActivations(Protocol):
         """
 
 
-# What a column is; which part of it some samples have follows from it.
+# Kinds of columns: :meth:`TokenBatch.select` cuts a column by its kind.
 POSITIONS = {"kind": "[B, T]"}
 PREDICTIONS = {"kind": "[B, T-1]"}
 ON_HOST = {"kind": "[B, T-1] on the CPU"}
@@ -160,7 +160,7 @@ class TokenBatch:
 
     @property
     def model_pass(self) -> ModelPass:
-        """The forward over all samples."""
+        """The forward pass over all samples."""
         model_pass = self.padding.model_pass(self)
         if self.experts is not None:
             ids = model_pass.inputs["input_ids"]
@@ -237,7 +237,7 @@ class TokenBatch:
         return self.response_mask.any(-1).nonzero()[:, 0].tolist()
 
     def to(self, device: torch.device) -> Self:
-        """Moves the tensors to a device, but for ``response_mask``."""
+        """Returns the batch with its tensors on a device, but for ``response_mask`` and lists."""
         moved: Any = {
             name: to_device(x, device)
             for name, x, kind in known_columns(self)
@@ -246,8 +246,8 @@ class TokenBatch:
         return replace(self, **moved)
 
     def rows(self) -> Tensor:
-        """Flat positions b·T + t of [B, T] that predict the response tokens, [N] on the batch's
-        device."""
+        """Flat positions b·T + t of [B, T] that predict the response tokens that count, [N] on the
+        batch's device."""
         flat = self.response_mask.nonzero()
         rows = flat[:, 0] * self.input_ids.shape[1] + flat[:, 1]
         return to_device(rows, self.input_ids.device)

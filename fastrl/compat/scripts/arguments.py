@@ -94,8 +94,8 @@ def get_dataset(mixture_config: Any) -> Any:
     allow.
 
     Raises:
-        ValueError: there is no data set; some of them have a fraction and others none; fractions
-            of streams.
+        ValueError: there is no data set; only some of them have a fraction; a fraction below 0, or
+            none above 0; fractions of streams.
     """
     from datasets import DatasetDict, concatenate_datasets, load_dataset
 

@@ -21,7 +21,6 @@ class BestOfNSampler:
         queries_to_scores: returns a score for each text, a response as :meth:`generate` returns it.
         length_sampler: draws max_new_tokens, once for each query.
         seed: the seed of torch, Python and NumPy; None: generators stay as they are.
-        generation_config: generation settings for ``model.generate``.
 
     Raises:
         ValueError: ``n_candidates`` is below 1, or above ``sample_size``.
@@ -63,7 +62,6 @@ class BestOfNSampler:
         Args:
             tokenized_query: the token ids of a query, a list or a 1-D tensor, or of several.
             device: the model's device; None: that of its weights.
-            generation_kwargs: further arguments of ``model.generate``.
         """
         one = not isinstance(tokenized_query[0], list | Tensor) or (
             isinstance(tokenized_query, Tensor) and tokenized_query.dim() == 1

@@ -40,8 +40,8 @@ class RichProgressCallback(TrainerCallback):
 
 
 class SyncRefModelCallback(TrainerCallback):
-    """Moves a reference towards the model every ``args.ref_model_sync_steps`` steps: ref ← (1 - α)
-    ref + α model, with α ``args.ref_model_mixup_alpha`` (Gorbatovski et al., arXiv:2404.09656).
+    """Moves a reference towards the model every ``args.ref_model_sync_steps`` optimizer steps:
+    ref ← (1 - α) ref + α model, with α ``args.ref_model_mixup_alpha`` (arXiv:2404.09656).
 
     The trainers do so themselves with ``sync_ref_model=True``.
     """
@@ -75,7 +75,7 @@ class LogCompletionsCallback(TrainerCallback):
         freq: optimizer steps; None: ``eval_steps``.
 
     Raises:
-        ValueError: there is no such data, or no number of steps.
+        ValueError: no ``eval_dataset`` with a column ``prompt``; no ``freq``, nor ``eval_steps``.
     """
 
     def __init__(

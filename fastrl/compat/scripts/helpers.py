@@ -1,4 +1,4 @@
-"""Small functions that programs take from TRL's insides, and subclasses of its trainers."""
+"""Small functions of TRL's insides, which programs and subclasses of TRL's trainers call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastrl_kernels import token_logprobs
 def selective_log_softmax(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> Tensor:
-    """log softmax(z/T)[y], fp32 and differentiable, of the shape of ``index``.
+    """log softmax(logits / T)[index], fp32 and differentiable, of the shape of ``index``.
 
     Args:
         logits: [..., V].
@@ -74,7 +74,7 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 def unwrap_model_for_generation(
     model: nn.Module, accelerator: Any, gather_deepspeed3_params: bool = True
 ) -> Iterator[Any]:
-    """The model as it generates, with whole weights where they are spread over processes.
+    """Context of the unwrapped model, with whole weights where they are spread over processes.
 
     Args:
         model: as ``accelerator`` has prepared it.

@@ -19,14 +19,13 @@ from fastrl.eras import flags_taken, settings_taken
 
 class TrlParser(HfArgumentParser):
     """transformers' HfArgumentParser, with ``--config FILE.yaml``, whose settings replace defaults;
-    flags win over them. ``env`` in the file sets environment variables. Settings of other versions
-    are translated, see :mod:`fastrl.eras`.
+    flags win over the file. ``env`` in the file sets environment variables. Settings of other
+    versions of TRL are translated, see :mod:`fastrl.eras`.
 
     Args:
         dataclass_types: one dataclass, or several.
         ignore_extra_args: the same as ``fail_with_unknown_args=False`` in
             :meth:`parse_args_and_config`.
-        options: HfArgumentParser's options.
     """
 
     def __init__(
@@ -50,10 +49,10 @@ class TrlParser(HfArgumentParser):
 
         Args:
             args: the command line's words; None: the program's.
-            return_remaining_strings: return a list, too, of words that no dataclass reads; settings
-                of the file become flags in it.
+            return_remaining_strings: return a list, too, of words that no dataclass reads, and of
+                the file's settings that none reads, as flags.
             fail_with_unknown_args: refuse settings of the file that no dataclass has.
-            separate_remaining_strings: return two lists, the file's before the command line's.
+            separate_remaining_strings: make this two lists, the file's before the command line's.
 
         Raises:
             FileNotFoundError: no such file.

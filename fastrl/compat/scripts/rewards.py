@@ -20,7 +20,8 @@ __all__ = [
 def accuracy_reward(
     completions: Sequence[TextOrMessages], solution: Sequence[Any], **columns: Any
 ) -> list[float | None]:
-    """:func:`fastrl.rewards.math_reward.math_reward`: 1 where the answer is the solution.
+    """Rewards by :func:`fastrl.rewards.math_reward.math_reward`: 1 where the answer is the
+    solution, else 0; None where the solution does not parse.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -35,7 +36,7 @@ def reasoning_accuracy_reward(
     reasoning_delimiters: Sequence[str] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """:func:`accuracy_reward` of what stands behind the thoughts; 0 where these do not end.
+    """Rewards by :func:`accuracy_reward` of what stands behind thoughts; 0 where these do not end.
 
     Args:
         reasoning_delimiters: texts that end thoughts; by default ``</think>``.

@@ -108,12 +108,11 @@ class TextEnvironment:
     Args:
         model: a value-head model of ours, or a model of transformers, with ``generate``.
         tools: functions of a text by name, or callable objects, which have their class's name.
-        reward_fn: gets the last segments' texts, and the keywords of :meth:`run`.
+        reward_fn: returns a reward for each last segment's text; gets the keywords of :meth:`run`.
         prompt: stands in front of each task.
         max_turns: most turns of an episode.
         max_tool_reponse: most characters of a tool's answer (TRL's spelling).
-        max_length: most tokens of an episode; None: any number.
-        generation_kwargs: keyword arguments of ``model.generate``.
+        max_length: an episode that has more tokens ends, as truncated; None: any number.
     """
 
     request_token, call_token = REQUEST, CALL
@@ -173,7 +172,8 @@ class TextEnvironment:
         return (*columns, [history.reward for history in histories], histories)
 
     def step(self, history: TextHistory) -> TextHistory:
-        """Appends the answer of the tool that the last segment calls."""
+        """Appends the answer of the tool that the last segment calls, or what is wrong with the
+        call, unless the episode is over; returns the history."""
         self.tasks_end_check([history])
         if history.completed:
             return history
@@ -201,7 +201,7 @@ class TextEnvironment:
         return (None, None) if match is None else (match[1], match[2])
 
     def compute_reward(self, histories: list[TextHistory], **kwargs: Any) -> list[TextHistory]:
-        """Sets the histories' rewards, by their last segments' texts."""
+        """Sets the histories' rewards, by their last segments' texts; returns the histories."""
         rewards = self._check_rewarded()(
             [history.last_text_segment for history in histories], **kwargs
         )
@@ -215,7 +215,7 @@ class TextEnvironment:
         return self.reward_fn
 
     def generate(self, histories: list[TextHistory]) -> list[TextHistory]:
-        """Appends a turn of the model to the histories that are not over."""
+        """Appends a turn of the model to the histories that are not over; returns all."""
         active = [history for history in histories if not history.completed]
         responses = self._generate_batched([history.tokens for history in active])
         for history, ids in zip(active, responses, strict=True):
@@ -225,7 +225,7 @@ class TextEnvironment:
     def tasks_end_check(
         self, histories: list[TextHistory], model_turn: bool = True
     ) -> list[TextHistory]:
-        """Completes the histories that are over."""
+        """Completes the histories that are over, by :meth:`task_end_check`; returns all."""
         for history in histories:
             truncated, ended = self.task_end_check(history, model_turn)
             if ended:
@@ -233,7 +233,8 @@ class TextEnvironment:
         return histories
 
     def task_end_check(self, history: TextHistory, model_turn: bool = True) -> tuple[bool, bool]:
-        """Whether a history that is not over yet is too long, and whether it is over now."""
+        """Whether a history that is not over yet is too long, and whether it is over now: after a
+        ``model_turn`` also where that calls no tool."""
         if history.completed:
             return False, False
         turn = history.last_text_segment
