@@ -136,8 +136,8 @@ class NonFiniteNumbers:
 
     @property
     def searches(self) -> bool:
-        """Whether samples that make a loss or gradient not finite are to be looked for: with
-        "skip" to name them once, else always."""
+        """Whether samples that make a loss or gradient not finite are to be looked for: never
+        without ``decode``, with "skip" until a warning has named some, else always."""
         once = self._kind == "skip"
         return self._decode is not None and not (once and "causes" in self._warned)
 

@@ -32,7 +32,7 @@ class Scorer:
     softmax(logits / temperature). Where memory runs out, half as many are run at a time.
 
     Each of several processes runs its share of the batch, in as many passes as the others, and
-    returns all of it.
+    returns the scores of the whole batch.
 
     Args:
         critic: gives the values, in the same passes, where that is not the policy's value head.
@@ -185,7 +185,7 @@ def check_tokens(
 
     Args:
         most: the most tokens of a forward, ``micro_batch_tokens``; None: there is no limit.
-        prompts, responses: the number of tokens of each sample's, or the most that it may have.
+        prompts, responses: how many tokens each sample's prompt and response have, or may have.
         name_of: names a sample, for messages.
     """
     lengths = [n + m for n, m in zip(prompts, responses, strict=True)]
