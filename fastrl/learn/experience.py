@@ -25,7 +25,7 @@ class Experience:
     None.
 
     Attributes:
-        tokens: the batch's.
+        tokens: the prompts and responses.
         logprobs: the policy's before the update; None: the current ones, so that ratios are 1.
         ref_logprobs: the reference's.
         values, returns: the critic's, and its targets; without a critic zeros, and sums of rewards.
@@ -115,7 +115,7 @@ class Experience:
         return replace(self, tokens=self.tokens.select(chosen), **some)
 
     def split(self, limit: PassLimit) -> list[Experience]:
-        """The parts that fit in a forward each."""
+        """Splits the samples into parts, each of which fits in a pass of at most ``limit``."""
         parts = self.tokens.parts(range(self.size), limit)
         return [self] if len(parts) == 1 else list(map(self.select, parts))
 

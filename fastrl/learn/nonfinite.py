@@ -27,10 +27,8 @@ _ORIGINS = {
 
 
 class NonFiniteExperience(Exception):
-    """A batch's experience is not finite: the step is to begin again, without these samples.
-
-    It is not seen outside of ``PPOTrainer.step``.
-    """
+    """A batch's experience is not finite: the step is to begin again, without ``samples``, which
+    ``PPOTrainer`` notes here. It is not seen outside of ``PPOTrainer.step``."""
 
     samples: Sequence[int] = ()
 

@@ -201,8 +201,8 @@ def check_tokens(
 
 def shares_of(batch: TokenBatch, samples: Sequence[int], processes: Processes) -> list[list[int]]:
     """Each process's part of some samples, in ascending order, with about as many tokens: whole
-    groups that share a prompt where the number of processes divides the number of groups, else as
-    many samples for each."""
+    groups that share a prompt where the number of processes divides the number of groups, else
+    samples, whose numbers differ by one at most."""
     groups = batch.groups(samples)
     units = [[i] for i in samples] if len(groups) % processes.count else groups
     sizes = [batch.padding.tokens(batch, unit) for unit in units]

@@ -79,7 +79,7 @@ KINDS = (
 )
 ATTENTION = KINDS[:2]
 _CONVOLUTION = KINDS[-1]
-# Names in a cache: a layer that uses one of them keeps more than the inputs of a convolution.
+# Members of a cache: a layer that uses one of them keeps more than the inputs of a convolution.
 _KEEPS_A_STATE = {"get_recurrent_state", "update_recurrent_state", "recurrent_states"}
 # Values of config.layer_types for layers with attention.
 _ATTENDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
