@@ -67,7 +67,7 @@ class Scorer:
         known: tuple[Tensor, Tensor] | None = None,
         values: bool = True,
     ) -> Experience:
-        """Scores a batch's response tokens by policy and reference, and by a critic.
+        """Scores a batch's response tokens by policy, reference and critic, in columns [B, T-1].
 
         Args:
             known: log-probs and values of the response tokens, [N] each; with them the policy

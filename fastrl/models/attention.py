@@ -201,7 +201,8 @@ def _keeping(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[...,
 
 
 def why_not_replaceable(model: Any) -> str | None:
-    """Why a model's attention cannot be replaced, by its configuration; None if it may be."""
+    """Why a model's attention cannot be replaced, by its configuration, modules and adapters; None
+    if it may be."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder–decoder"
     unknown = unknown_layer(model)
