@@ -360,7 +360,7 @@ def _check_names(config: type, taken: Collection[str], settings: Mapping[str, An
 def todays(
     config: type, settings: Mapping[str, Any], eras: Mapping[str, Era] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings by today's names, and those kept under their old names; warns of other versions'.
+    """Settings by today's names, and those kept under old names; warns of other versions' settings.
 
     Args:
         eras: the settings of other versions; by default those of ``config``.

@@ -22,8 +22,8 @@ class Syntax(NamedTuple):
 
     Attributes:
         written: a pattern of a call of the tool NAME with KEY=VALUE.
-        fields: the fields of a response template of transformers, without the token that ends a
-            turn.
+        fields: the ``fields`` of transformers' response template. The response that they parse is
+            without its last token if that ends a turn.
         thinks: what begins and what ends a thought; some templates begin it before the response.
     """
 
@@ -33,7 +33,7 @@ class Syntax(NamedTuple):
 
 
 def _tagged(opening: str, argument: str) -> dict[str, Any]:
-    """Calls whose arguments stand between tags, as text: their types are in the tool's schema."""
+    """Fields for calls with arguments as text between tags; their types are in tools' schemas."""
     values = {"name": "text", "args": {"strip": False}}
     calls = {
         "open_pattern": opening,

@@ -43,7 +43,7 @@ def apply_chat_template(
 
     Raises:
         TypeError: no tokenizer.
-        ValueError: other columns than a language model's, a prompt's, or preferences'.
+        ValueError: ``messages`` beside a prompt or an answer, or none of these columns.
     """
     writer = tokenizer if processing_class is None else processing_class
     if writer is None:
@@ -91,7 +91,7 @@ def maybe_apply_chat_template(
 
 
 def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """:func:`fastrl.data.preferences.split_prompt` of a row."""
+    """Moves what both sides of a pair begin with to ``prompt``, by :func:`split_prompt`."""
     return split_prompt(example)
 
 
@@ -109,8 +109,8 @@ def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
     all rejected ones.
 
     Args:
-        dataset: a Dataset, a DatasetDict or streams of such.
-        map_kwargs: arguments of its ``map``.
+        dataset: a Dataset, an IterableDataset, or a dict of either kind.
+        map_kwargs: further arguments of the data set's ``map``.
     """
     return dataset.map(_unpaired, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs)
 
@@ -165,8 +165,8 @@ def conversations_formatting_function(
 
 
 class ConstantLengthDataset(IterableDataset):
-    """Texts one behind the other, cut into rows of ``seq_length`` tokens, as TRL 0.22 and before
-    had it; rows that are not full are left out.
+    """Rows of ``input_ids`` and ``labels``, [seq_length] each, cut from texts one behind the other,
+    as TRL 0.22 and before had it; rows that are not full are left out.
 
     Args:
         dataset_text_field: the column of the texts.
@@ -175,7 +175,7 @@ class ConstantLengthDataset(IterableDataset):
         num_of_sequences, chars_per_token: texts of num_of_sequences·chars_per_token·seq_length
             characters are read and shuffled at a time.
         eos_token_id: the token between texts, if the tokenizer has no EOS.
-        shuffle: texts, and rows, by Python's generator.
+        shuffle: shuffle the texts read at a time, and then their rows, by Python's generator.
         append_concat_token, add_special_tokens: end texts with EOS; begin them as the tokenizer
             does.
     """
@@ -210,7 +210,7 @@ class ConstantLengthDataset(IterableDataset):
         return len(self.dataset)
 
     def rows(self) -> Any:
-        """The rows as a data set of ``datasets``; a stream if they are endless, or of a stream."""
+        """The rows as a data set of ``datasets``; a stream if they are endless, or texts are."""
         import datasets
 
         if self.infinite or not hasattr(type(self.dataset), "__len__"):

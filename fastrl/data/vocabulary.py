@@ -46,7 +46,7 @@ def check_vocabulary(model: Any, tokenizer: Any, ids: Iterable[Sequence[int]]) -
 
 
 def check_table(model: Any, tokenizer: Any, dataset: Any) -> None:
-    """:func:`check_vocabulary` of a data set's token columns; other columns are not read."""
+    """:func:`check_vocabulary` of a data set's token columns; a stream is not checked."""
     import pyarrow.compute as pc
 
     # A stream may not know its columns, nor can it be read here.

@@ -226,7 +226,7 @@ class GroupBaseline:
         )
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
-        """The share of groups of equal scores, NaN aside, and the mean deviation within groups."""
+        """The share of groups of equal scores, NaN aside; the mean standard deviation in groups."""
         differences, counts = grouped(scores, self.size)
         return {
             "groups/no_spread": all_equal(differences).float().mean(),

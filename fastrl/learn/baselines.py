@@ -93,7 +93,8 @@ def leave_one_out(rewards: Tensor, counts: Tensor) -> Tensor:
 
 
 def deviation(x: Tensor, counts: Tensor) -> Tensor:
-    """Unbiased deviation [..., 1] of the last dimension's elements that count; 0 for under two."""
+    """Standard deviation, by n - 1, [..., 1] of the last dimension's n elements that count; 0 for
+    n < 2. The other elements are 0."""
     squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)
     return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
 

@@ -33,8 +33,8 @@ class DynamicSampling:
             samples: this process's samples.
             groups: the number of groups of all processes.
             take: returns the numbers of as many new prompts as it is called with.
-            draw: samples and rewards this process's responses, by the numbers of prompts and the
-                keys of their draws; None where there are no prompts.
+            draw: returns this process's new samples, with rewards, from the numbers of prompts and
+                the keys of their draws; None where there are no prompts.
         """
         if not self.rounds:
             return samples, {}, {}
@@ -60,7 +60,7 @@ class DynamicSampling:
 
 
 def without_spread(scores: Tensor, size: int) -> list[int]:
-    """The numbers of groups of ``size`` among scores [B] that are all equal, NaN left out."""
+    """Numbers of the groups, of ``size`` scores each among [B], with equal scores, NaN left out."""
     groups = scores.view(-1, size)
     high = groups.nan_to_num(nan=-torch.inf).amax(-1)
     low = groups.nan_to_num(nan=torch.inf).amin(-1)

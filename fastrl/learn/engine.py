@@ -18,7 +18,7 @@ class Engine:
 
     Args:
         model, optimizer: as accelerate has wrapped them.
-        max_norm: the norm to which gradients are clipped; None: the optimizer's owner clips them.
+        max_norm: the norm to which gradients are clipped; None: they are not clipped here.
         processes: the run's processes, each of which computes its share of every mini-batch.
 
     Attributes:
@@ -63,14 +63,14 @@ class Engine:
             yield
 
     def add(self, loss: Tensor, of: int) -> None:
-        """Adds the gradient of loss / of, where ``loss`` is this process's part of it. Accelerate's
+        """Adds the gradient of L / of, where ``loss`` is this process's part of L. Accelerate's
         division by a fixed number of mini-batches, and by that of processes, is undone."""
         scale = self.accelerator.gradient_accumulation_steps * self.processes.count / of
         self.accelerator.backward(loss if scale == 1 else loss * scale)
 
     def norm(self) -> Tensor:
-        """Clips the gradient to ``max_norm``; returns its norm before that, [] fp32: 0 where
-        :attr:`is_scaled` holds or no weight has a gradient."""
+        """Clips the gradient to ``max_norm``, and returns its norm before that, [] fp32; 0 without
+        gradients. Where :attr:`is_scaled` holds, returns 0: :meth:`step` clips."""
         zero = torch.zeros((), device=self.device)
         if self.is_scaled:
             return zero

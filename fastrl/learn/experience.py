@@ -25,17 +25,17 @@ class Experience:
     None.
 
     Attributes:
-        tokens: the batch's.
-        logprobs: the policy's before the update; None in an update: taken as it is scored.
+        tokens: the prompts and responses.
+        logprobs: the policy's before the update; None: the current ones, so that ratios are 1.
         ref_logprobs: the reference's.
-        values, returns: where a value function is learned.
+        values, returns: the critic's, and its targets; without a critic zeros, and sums of rewards.
         kls: the KL over the vocabulary, where it is not estimated from samples.
         sampler_weights: importance weights of the policy's loss; None: 1.
         chosen: 1 or 0, which tokens the policy learns from.
-        sampled: log-probs of another sampler, where the loss reads them.
+        sampled: the sampler's log-probs, where the loss reads them.
         weights: weights of each sample's tokens; None: 1.
         of_samples: how often each sample counts; None: once.
-        of_responses: advantages, where all tokens of a sample have one.
+        of_responses: each sample's advantage, where all its tokens have the same.
         kl_coef: β of the KL to the reference in the loss; None: there is none.
     """
 
@@ -56,7 +56,7 @@ class Experience:
 
     @property
     def kl(self) -> fastrl_kernels.KLTerm | None:
-        """The KL in the loss."""
+        """The KL term of the loss; None without ``kl_coef``."""
         if self.kl_coef is None:
             return None
         return fastrl_kernels.KLTerm(self.ref_logprobs, self.kl_coef, "k3")
@@ -79,11 +79,11 @@ class Experience:
         return self.tokens.mask.sum(-1)
 
     def at_tokens(self, of_samples: Tensor) -> Tensor:
-        """Numbers of samples, [B], repeated at each of their tokens, [N]."""
+        """A number of each sample, [B], repeated at each of its tokens, [N]."""
         return repeated_at_tokens(of_samples, self.counts, len(self.advantages))
 
     def sums(self, x: Tensor) -> Tensor:
-        """Sums numbers of tokens, [N], over the tokens of each sample, [B]."""
+        """Sums a number of each token, [N], over the tokens of each sample, [B]."""
         sample_of_token = self.at_tokens(torch.arange(self.size, device=x.device))
         return x.new_zeros(self.size).index_add(0, sample_of_token, x)
 
@@ -96,7 +96,7 @@ class Experience:
         return logprobs - (logprobs.detach() if self.logprobs is None else self.logprobs)
 
     def counted(self) -> Experience:
-        """The experience with columns of tokens [N], from such [B, T-1]."""
+        """The experience with columns of tokens [N], made from columns [B, T-1]."""
         places = self.tokens.response_mask.flatten().nonzero()[:, 0]
         where = to_device(places, self.advantages.device)
         of_tokens = (x for x in known_columns(self) if x[2] == TOKENS["kind"])
@@ -115,13 +115,13 @@ class Experience:
         return replace(self, tokens=self.tokens.select(chosen), **some)
 
     def split(self, limit: PassLimit) -> list[Experience]:
-        """The parts that fit in a forward each."""
+        """Splits the samples into parts, each of which fits in a pass of at most ``limit``."""
         parts = self.tokens.parts(range(self.size), limit)
         return [self] if len(parts) == 1 else list(map(self.select, parts))
 
 
 def repeated_at_tokens(of_samples: Tensor, counts: Tensor, total: int) -> Tensor:
-    """Numbers of samples, [B], repeated at each of their tokens, [N].
+    """A number of each sample, [B], repeated at each of its tokens, [N].
 
     Args:
         counts: tokens of each sample, [B] int64.

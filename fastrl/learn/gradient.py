@@ -24,7 +24,7 @@ class StepRules(NamedTuple):
 
     ratio_threshold: float = math.inf  # mini-batches whose mean ratio exceeds it are left out
     most_kl: float | None = None  # no step is taken beyond this mean(old - new log-prob)
-    micro_batch_tokens: int | None = None  # tokens of a forward and backward pass
+    micro_batch_tokens: int | None = None  # the most tokens of a pass; None: no limit
 
 
 class Blame(NamedTuple):
@@ -43,7 +43,7 @@ class StepOutcome(NamedTuple):
     finite_gradient: bool = True
     moved_too_far: bool = False  # early stopping: no more steps are to be taken
     taken: bool = False  # whether there is a gradient for the optimizer
-    norm: float = math.nan  # the gradient's norm before clipping; NaN where a GradScaler scales it
+    norm: float = math.nan  # the gradient's norm before clipping; unknown under a GradScaler
     max_ratio: float = math.nan  # the largest of the mini-batches' mean ratios
     blame: Blame = Blame()
     finite_experience: bool = True  # False: the gradient was dropped, and nothing else is known
@@ -110,7 +110,7 @@ class GradientStep:
         where a loss or the gradient is not finite, with ``on_nonfinite="raise"``.
 
         Args:
-            experience: [], a sum of the experience: where it is not finite, no gradient is kept.
+            experience: [], a sum of log-probs and returns; if it is not finite, no gradient stays.
         """
         kept = list(minibatches)
         result = self._gradient(kept, experience)
@@ -173,7 +173,7 @@ class GradientStep:
     def _gradient(
         self, minibatches: Sequence[Experience], experience: Tensor | None = None
     ) -> Gradient:
-        """Adds up all mini-batches' gradient, in parts that fit into memory; there is none yet."""
+        """Adds up all mini-batches' gradient, from none, in parts that fit into memory."""
         largest = max((minibatch.size for minibatch in minibatches), default=1)
         tokens = self.rules.micro_batch_tokens
         for attempt in self.micro_batches(largest, self.engine.discard):

@@ -1,4 +1,4 @@
-"""The loss of a mini-batch: the clipped objective, the value loss, and statistics of both."""
+"""The loss of a mini-batch: the policy's objective, the value loss, and statistics of both."""
 
 from __future__ import annotations
 
@@ -219,8 +219,8 @@ class UpdateLoss(TokenLoss):
         loss.
 
         Each counts its own mini-batch's tokens (or samples), as in TRL: tokens of a short one weigh
-        more. With ``per_step`` each counts those of all n mini-batches, over n: Σ_j S_j / D is the
-        mean of S_j / (D / n), so that the step does not depend on the number of mini-batches.
+        more. With ``per_step`` each is D / n, where D counts those of all n mini-batches: the mean
+        of n·S_j / D, S_j a mini-batch's sum of losses, is Σ_j S_j / D, which does not depend on n.
         """
         lengths = [minibatch.counts for minibatch in minibatches]
         weights = [minibatch.of_samples for minibatch in minibatches]
@@ -231,7 +231,7 @@ class UpdateLoss(TokenLoss):
         return list(map(self.aggregate.denominator, lengths, weights))
 
     def chooses_by_scores(self, alone: bool) -> bool:
-        """Whether a forward pass of its own has to say which tokens are learned.
+        """Whether a forward pass before the loss's own has to say which tokens are learned.
 
         Args:
             alone: whether one pass sees the whole mini-batch, and so its highest entropies.
@@ -242,7 +242,7 @@ class UpdateLoss(TokenLoss):
         self, parts: Sequence[Experience], scores: Sequence[TokenScores], every: Tensor
     ) -> list[Experience]:
         """Parts of a mini-batch that know which of their tokens are learned: those of the highest
-        entropies, of responses that are not off the policy.
+        entropies, but for tokens that :func:`on_policy` leaves out.
 
         Args:
             scores: of each part's tokens.
@@ -304,7 +304,7 @@ class UpdateLoss(TokenLoss):
 
         Args:
             new: scores with the policy's loss and its statistics.
-            objective: the objective of that loss; its denominator is a tensor, and 0 gives 0.
+            objective: the objective of that loss; its denominator is a tensor; at 0 the term is 0.
             old_values, returns: [N].
         """
         assert new.stats is not None
@@ -327,12 +327,12 @@ class UpdateLoss(TokenLoss):
     def of_scored(
         self, old: Experience, mask: Tensor, logprobs: Tensor, vpreds: Tensor, logits: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The policy's part and the value term of tokens that are scored, each with a gradient of
-        its own, and statistics; without a KL term and without what entropies do.
+        """The policy's part of the loss, the value term and statistics of tokens that are scored
+        already; without a KL term, an entropy bonus or a choice of tokens by entropies.
 
         Args:
-            old: its columns, ``mask``, and what is scored, [B, T-1], or [T-1] of a single sample.
-            logits: with the vocabulary as one more dimension, for the entropy; None: that is 0.
+            old: has columns of the other arguments' shape, [B, T-1], or [T-1] of a single sample.
+            logits: have one more dimension, the vocabulary, for the entropy; None: that is 0.
         """
         mask = torch.atleast_2d(mask.bool())
         lengths = mask.sum(-1)

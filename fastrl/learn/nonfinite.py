@@ -27,10 +27,8 @@ _ORIGINS = {
 
 
 class NonFiniteExperience(Exception):
-    """A batch's experience is not finite: the step is to begin again, without these samples.
-
-    It is not seen outside of ``PPOTrainer.step``.
-    """
+    """A batch's experience is not finite: the step is to begin again, without ``samples``, which
+    ``PPOTrainer`` notes here. It is not seen outside of ``PPOTrainer.step``."""
 
     samples: Sequence[int] = ()
 
@@ -136,8 +134,8 @@ class NonFiniteNumbers:
 
     @property
     def searches(self) -> bool:
-        """Whether samples that make a loss or gradient not finite are to be looked for: with
-        "skip" to name them once, else always."""
+        """Whether samples that make a loss or gradient not finite are to be looked for: never
+        without ``decode``, with "skip" until a warning has named some, else always."""
         once = self._kind == "skip"
         return self._decode is not None and not (once and "causes" in self._warned)
 

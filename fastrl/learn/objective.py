@@ -151,7 +151,7 @@ class TokenLoss:
         entropy_coef: c.
         temperature: T of the policy softmax(logits / T).
         per_step: whether all mini-batches of an optimizer step have one D.
-        off_policy: leaves out responses by :func:`fastrl.learn.correction.on_policy`; None: none.
+        off_policy: in nats, ``most`` of :func:`on_policy`, which leaves out tokens; None: all stay.
         is_scaled: whether a GradScaler scales the loss before its backward pass: the LM head, which
             computes gradients in its forward, would round them unscaled.
     """
@@ -211,8 +211,8 @@ class TokenLoss:
     def _beside_sampler(self, old: Experience) -> tuple[Tensor | None, Tensor | None]:
         """Log-probs that ratios are taken to, and weights u of ℓ, each [N].
 
-        Where a loss always has the ratio of whole responses, that ratio is taken to the sampler,
-        w·Π_t u_t: the log-probs then hold the weights, and None is returned for u.
+        Where a loss always has the ratio w of whole responses, w·Π_t u_t takes its place, the ratio
+        to the sampler: the log-probs then hold the weights, and None is returned for u.
         """
         weights = old.sampler_weights
         if weights is None or not self.row.of_response:
@@ -341,7 +341,7 @@ class TokenLoss:
         return Ratios(units, part.of_responses, True)
 
     def gammas(self, part: Experience, logprobs: Tensor) -> Tensor:
-        """φ(w) of a loss whose ratio is that of a whole response, at each of its tokens, [N]."""
+        """φ(w), VESPO's weight of a response with the ratio w, at each of its tokens, [N]."""
         old, _ = self._beside_sampler(part)
         log_ratio = logprobs - (logprobs if old is None else old)
         every, advantages = torch.ones_like(log_ratio, dtype=torch.bool), part.advantages

@@ -1,8 +1,8 @@
 """Losses of preferences, a row each: of pairs of responses, and of single responses.
 
 A row reads the log-probs of whole responses and returns one loss per example, whose mean is the
-trainer's. r = log π - log ref of a response; p̄ and r̄ are log π and r over its tokens; of a pair w
-is the preferred response, l the other, h = r_w - r_l; ℓ(x) = -log σ(x), ε = ``label_smoothing``.
+trainer's. r = log π - log ref of a response; p̄ and r̄ are log π and r per token; of a pair w is
+the preferred response, l the other, h = r_w - r_l; ℓ(x) = -log σ(x), ε = ``label_smoothing``.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class PairObjective:
 
     Attributes:
         function: maps the preferred side, the other one and options to losses [B].
-        reads: "h" (alone, in which what a prompt adds to both sides cancels: another f-divergence
-            than the reverse KL may bind the policy to its reference), "r", "batch" (the r of a
-            batch's pairs together, none of which has a loss of its own), "p" (no reference).
+        reads: what the loss is computed from: "r" of both sides; "h" alone (what a prompt adds to
+            both r cancels, so that the f-divergence may be another than the reverse KL); "batch",
+            all r of a batch together; "p", the policy's log-probs without a reference.
         defaults: the options' defaults, by name.
         implied: the reward that the log-probs of a side imply, for metrics; None: β·r, or β·p̄
             without a reference.

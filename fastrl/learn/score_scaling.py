@@ -48,7 +48,7 @@ class ScoreTransform:
     """Scales, normalises and clips scores; does not change ``running``.
 
     Args:
-        scale: divide by the deviation of all scores so far.
+        scale: divide by the standard deviation of all scores so far.
         shift: with ``scale``, take off the mean of all scores so far first.
         clip: the bound ± of scores; None: there is none.
         running: the moments of all scores so far.

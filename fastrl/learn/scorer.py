@@ -32,7 +32,7 @@ class Scorer:
     softmax(logits / temperature). Where memory runs out, half as many are run at a time.
 
     Each of several processes runs its share of the batch, in as many passes as the others, and
-    returns all of it.
+    returns the scores of the whole batch.
 
     Args:
         critic: gives the values, in the same passes, where that is not the policy's value head.
@@ -67,7 +67,7 @@ class Scorer:
         known: tuple[Tensor, Tensor] | None = None,
         values: bool = True,
     ) -> Experience:
-        """Scores a batch's response tokens by policy and reference, and by a critic.
+        """Scores a batch's response tokens by policy, reference and critic, in columns [B, T-1].
 
         Args:
             known: log-probs and values of the response tokens, [N] each; with them the policy
@@ -185,7 +185,7 @@ def check_tokens(
 
     Args:
         most: the most tokens of a forward, ``micro_batch_tokens``; None: there is no limit.
-        prompts, responses: the number of tokens of each sample's, or the most that it may have.
+        prompts, responses: how many tokens each sample's prompt and response have, or may have.
         name_of: names a sample, for messages.
     """
     lengths = [n + m for n, m in zip(prompts, responses, strict=True)]
@@ -201,8 +201,8 @@ def check_tokens(
 
 def shares_of(batch: TokenBatch, samples: Sequence[int], processes: Processes) -> list[list[int]]:
     """Each process's part of some samples, in ascending order, with about as many tokens: whole
-    groups that share a prompt where the number of processes divides the number of groups, else as
-    many samples for each."""
+    groups that share a prompt where the number of processes divides the number of groups, else
+    samples, whose numbers differ by one at most."""
     groups = batch.groups(samples)
     units = [[i] for i in samples] if len(groups) % processes.count else groups
     sizes = [batch.padding.tokens(batch, unit) for unit in units]

@@ -65,7 +65,7 @@ class Epochs:
 
 
 class HasGradient(Protocol):
-    """What steps along its gradient: a policy, or a critic of its own."""
+    """What steps along its gradient: the policy's update, or a separate critic."""
 
     gradient: GradientStep
 
@@ -87,7 +87,7 @@ class UpdateRecord:
     nonfinite: int = 0  # mini-batches whose loss is not finite
     nonfinite_steps: int = 0  # optimizer steps left out for their gradient
     stopped_early: bool = False
-    critic: UpdateRecord | None = None  # of a critic of its own
+    critic: UpdateRecord | None = None  # of a separate critic
 
     def add(self, outcome: StepOutcome) -> None:
         for minibatch in outcome.minibatches:
@@ -106,7 +106,7 @@ class UpdateRecord:
         self.stopped_early |= outcome.moved_too_far
 
     def gather(self, processes: Processes) -> None:
-        """Adds up the processes' shares of the statistics; ratios become those of all."""
+        """Adds up the processes' shares of the statistics; ratios become those of all of them."""
         if processes.count == 1 or not self.minibatches:
             return
         self.minibatches = list(processes.sums(torch.stack(self.minibatches)))
@@ -223,8 +223,8 @@ class Update:
         return record
 
     def minimise(self, loss: Tensor) -> bool:
-        """Takes an optimizer step on a loss, or warns where the loss or its gradient is not finite;
-        returns whether the step was taken."""
+        """Takes an optimizer step on a loss [], and returns True. Where loss or gradient are not
+        finite, returns False with a warning, or raises FloatingPointError by ``on_nonfinite``."""
         record, engine = UpdateRecord(), self.gradient.engine
         try:
             outcome = self.gradient.of_loss(loss)
@@ -239,7 +239,7 @@ class Update:
 
     @property
     def learners(self) -> list[HasGradient]:
-        """What steps along gradients: the policy, and a critic of its own."""
+        """What steps along gradients: this update of the policy, and a separate critic."""
         return [self] if self.critic is None else [self, self.critic]
 
     @property

@@ -30,7 +30,7 @@ class AllLearns:
 
 
 class ValuesLearn:
-    """Only the value function learns: a critic of its own, or the value head of the policy.
+    """Only the value function learns: a separate critic, or the value head of the policy.
 
     An optimizer leaves weights without a gradient as they are, and their moments too; a gradient of
     0 would not do for that, because of moments and weight decay.

@@ -1,4 +1,4 @@
-"""Policies with value heads, references, and the path that scores tokens with them.
+"""Policies with value heads, critics, adapters, and the path that scores tokens with them.
 
 Names are imported at their first use: commands read settings of models without importing
 transformers' models.

@@ -16,7 +16,7 @@ from fastrl.run.contexts import attributes_set
 
 
 def _recomputed(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward that keeps inputs, attention and experts alone for the backward pass."""
+    """A layer's forward that runs again in a backward pass, by the same attention and experts."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -21,9 +21,9 @@ _MAMBA = ("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba")
 
 def with_targets(model: nn.Module, peft_config: Any) -> Any:
     """An adapter's configuration with target layers: its own, else PEFT's for the model's type
-    (None: PEFT fills them in) or its text model's, else all linear layers but heads, routers of
-    experts, gates with one output and Mamba's that PEFT refuses. A multimodal model's layers that
-    texts do not reach are no targets, unless it has ``exclude_modules``. Warns of unknown names."""
+    (left to PEFT to fill in) or its text model's, else all linear layers but heads, routers,
+    gates with one output and Mamba's that PEFT refuses. A multimodal model's layers that texts do
+    not reach are excluded where ``exclude_modules`` is not set. Warns of unknown names."""
     if not hasattr(peft_config, "target_modules") or not hasattr(peft_config, "exclude_modules"):
         return peft_config
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN

@@ -17,7 +17,7 @@ _answers: ContextVar[dict[Any, Any] | None] = ContextVar("fastrl_answers", defau
 
 def asked_once(check: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Decorates a check of a model: within :func:`answers_kept` one answer stands for all models of
-    a kind, which have the same class, configuration and shapes of weights."""
+    a kind: the same class, mode and configuration; the same names, shapes and dtypes of weights."""
 
     @wraps(check)
     def asked(model: Any, *args: P.args, **kwargs: P.kwargs) -> T:

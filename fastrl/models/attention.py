@@ -112,8 +112,9 @@ _TEMPERED = "attn_temperature_tuning"  # Llama 4's, of layers without RoPE
 
 
 def _tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Queries [B, H, T, D] times log(1 + ⌊(position + 1)/f⌋)·s + 1, in layers tuned so. Such layers
-    count positions from the row's beginning, so :func:`attached` switches off their own tuning."""
+    """Queries [B, H, T, D] times 1 + s·log(1 + ⌊(position + 1)/f⌋), with a layer's ``attn_scale`` s
+    and ``floor_scale`` f, if it is tuned so. Its own tuning, which :func:`attached` switches off,
+    counts positions from the row's beginning."""
     config = getattr(module, "config", None)
     if not getattr(config, _TEMPERED, False) or getattr(module, "use_rope", True):
         return query
@@ -177,11 +178,8 @@ def _attended(model: nn.Module, attention: Attention | None) -> Iterator[None]:
 
 
 def kept_for_recomputation(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``forward`` with the attention and the experts of this moment.
-
-    Args:
-        module: the module whose forward is called.
-    """
+    """A function that calls ``forward``, the forward of ``module``, with the attention and the
+    experts of this moment."""
     attention, routes = current_attention(), current_routes()
     if attention is None and routes is None:
         return forward
@@ -203,7 +201,8 @@ def _keeping(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[...,
 
 
 def why_not_replaceable(model: Any) -> str | None:
-    """Why a model's attention cannot be replaced, by its configuration; None if it may be."""
+    """Why a model's attention cannot be replaced, by its configuration, modules and adapters; None
+    if it may be."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder–decoder"
     unknown = unknown_layer(model)

@@ -27,9 +27,9 @@ def chunked_delta_rule(
         S_t = exp(g_t)·(1 - β_t·k_t·k_tᵀ)·S_{t-1} + β_t·k_t·v_tᵀ,   out_t = S_tᵀ·q_t.
 
     Within a chunk the delta rule is a triangular system. With c the running sum of g in a chunk,
-    D_ij = exp(c_i - c_j) for i ≥ j, and T = (1 + tril(β·k·kᵀ ∘ D, -1))⁻¹,
+    D_ij = exp(c_i - c_j) for i ≥ j, and M = (1 + tril(β·k·kᵀ ∘ D, -1))⁻¹,
 
-        v' = T·(β·v) - T·(β·exp(c)·k)·S,   out = exp(c)·q·S + tril(q·kᵀ ∘ D)·v',
+        v' = M·(β·v) - M·(β·exp(c)·k)·S,   out = exp(c)·q·S + tril(q·kᵀ ∘ D)·v',
         S ← exp(c_C)·S + (exp(c_C - c)·k)ᵀ·v'.
 
     Args:

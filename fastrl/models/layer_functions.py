@@ -41,7 +41,7 @@ def replacements(
 
     Args:
         homes: names of the modules that define the model's layers.
-        running: whether a forward of ours is going on; else the original functions run.
+        running: returns whether a forward of ours is going on; else the original functions run.
         parts: returns the parts of that forward's packed row; None where it decodes slots.
     """
     homes = [home for home in homes if _replaceable(home)]

@@ -79,7 +79,7 @@ KINDS = (
 )
 ATTENTION = KINDS[:2]
 _CONVOLUTION = KINDS[-1]
-# Methods of a cache: a layer that calls one keeps more than the inputs of a convolution.
+# Members of a cache: a layer that uses one of them keeps more than the inputs of a convolution.
 _KEEPS_A_STATE = {"get_recurrent_state", "update_recurrent_state", "recurrent_states"}
 # Values of config.layer_types for layers with attention.
 _ATTENDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -89,7 +89,7 @@ _BOTH = {"hybrid"}
 
 
 def layers(model: nn.Module) -> Iterator[tuple[nn.Module, LayerKind]]:
-    """The modules of a model that are of one of the kinds."""
+    """Yields each module of a model that is of a kind in :data:`KINDS`, with its kind."""
     for module in model.modules():
         called = _called_by(type(module))
         for kind in KINDS:

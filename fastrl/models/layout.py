@@ -31,7 +31,7 @@ class Layout:
         return f"model's context of {self.context}"
 
     def check_generation(self, kwargs: Mapping[str, Any]) -> None:
-        """Raises ValueError for arguments of ``generate`` that move where responses begin."""
+        """Raises ValueError if arguments of ``generate`` move a response's start; here, never."""
 
     def in_front(self, width: int) -> int:
         """Columns in front of the response in what ``generate`` returns for prompts [B, width]."""

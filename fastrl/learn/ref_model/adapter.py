@@ -51,8 +51,8 @@ def trained_below(peft_model: Any) -> dict[str, nn.Parameter]:
 
 
 class SwitchedAdapter(RefModel):
-    """The policy itself, with its adapter off or replaced while it is used. The base's own weights
-    that are trained beside the adapter are meanwhile what they were as training began."""
+    """The policy itself, with its adapter off or replaced while it acts as reference. The base's
+    weights that are trained beside the adapter are meanwhile what they were as training began."""
 
     mode = "adapter"
 

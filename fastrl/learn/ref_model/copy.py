@@ -20,7 +20,7 @@ Copied = TypeVar("Copied", bound=nn.Module)
 
 
 def frozen_copy(model: Copied, shared: dict[int, Any] | None = None) -> Copied:
-    """Makes a frozen copy in evaluation mode; objects in ``shared``, by id, are not copied."""
+    """A frozen copy in evaluation mode; ``shared`` maps ids of objects to what replaces them."""
     return copy.deepcopy(model, dict(shared or {})).requires_grad_(False).eval()
 
 

@@ -17,7 +17,7 @@ from fastrl.models.trunk import Trunk
 from fastrl.models.utils import evaluating, is_empty
 from fastrl.models.value_head import PreTrainedModelWrapper
 
-_TOKENS = 8  # tokens of the self-check
+_TOKENS = 8  # tokens of each of the two rows of the self-check
 _TOLERANCE = 1e-4, 5e-2  # largest differences of logits: in fp32, and in lower precision
 
 WEIGHTS_ARE_COMPARED = (
@@ -35,7 +35,7 @@ def split_off(model: Any, layers: int) -> Trunk:
 
     Raises:
         ValueError: layers out of range; weights that another process has.
-        Unshareable: the model's results change when its layers are skipped.
+        Unshareable: layers that are not found, or results that change where they are skipped.
     """
     if is_empty(model):
         raise ValueError(WEIGHTS_ARE_COMPARED)
@@ -125,7 +125,7 @@ def _difference(trunk: Trunk) -> tuple[float, float]:
             boundary = trunk(ids)
             with trunk.skipped(boundary):
                 parts = model(**inputs).logits.float()
-        # Any other failure: such a model is copied whole.
+        # Whatever has failed: such a model is copied whole.
         except Exception as error:
             raise Unshareable(f"{type(error).__name__}: {error}") from error
     exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
