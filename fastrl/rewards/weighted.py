@@ -52,8 +52,8 @@ class RewardBatch:
         by_function: r_k by the function's name, [B] fp64 each; NaN where it does not judge the
             sample, or returned a number that is not finite, and for samples that are left out.
         seconds: how long each function took, by its name.
-        nonfinite: samples left out because a reward of theirs was not finite.
-        retries: calls that were repeated.
+        nonfinite: the number of samples left out because a reward of theirs was not finite.
+        retries: the number of calls that were repeated.
         of_tokens: each sample's weighted sum for each token, [L] fp64, whose sum is the ``total``;
             rewards that are one number are added to the last token. None where no function whose
             weight is not 0 returned rewards of the sample's tokens.
