@@ -70,7 +70,7 @@ def group_advantage(name: str) -> Callable[[F], F]:
 
     Raises:
         TypeError: used without a name; a function with other parameters.
-        ValueError: the name of one of fastrl's. A user's earlier function of a name is replaced.
+        ValueError: an advantage of fastrl's has this name. A user's of this name is replaced.
     """
     if not isinstance(name, str):
         raise TypeError('write @group_advantage("name"), with the name that settings take')

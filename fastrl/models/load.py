@@ -64,7 +64,6 @@ from fastrl.run.launcher import is_main_process
 from fastrl.run.model_card import names_a_folder
 from fastrl.run.processor_files import PROCESSOR_FILES, keep_processor
 
-# A remedy, for messages.
 MERGE_ADAPTER = "merge it into its base first (fastrl merge FOLDER OUT)"
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -91,20 +90,20 @@ def load_language_model(
     """Loads a language model; where the path holds an adapter, a PEFT model on its base.
 
     Where FSDP2 gets all weights from process 0 (``--fsdp_cpu_ram_efficient_loading true``), other
-    processes load none: their model's weights are on the meta device.
+    processes load none of a model without an adapter: its weights are on the meta device there.
 
     Args:
         loader: transformers' class for the model's kind, which has ``from_pretrained``.
         trainable: whether an adapter that is loaded is trained on; a whole model always can be.
-        whole: whether this process needs the weights, whatever FSDP2 does.
+        whole: whether this process loads the weights, whatever FSDP2 does.
         options: options of ``from_pretrained``, such as ``dtype`` (float32 unless given; that of an
             adapter's weights is at least float32), ``attn_implementation`` and
             ``quantization_config``. The base of an adapter that was trained on four-bit weights is
-            quantised as it was then; with ``quantization_config=None`` it is whole.
+            quantised as it was then, unless ``quantization_config=None``.
 
     Raises:
         FileNotFoundError: no model at the path, or no base at the place that the adapter names.
-        OSError: a Hub id that cannot be loaded.
+        OSError: a Hub id that cannot be loaded, or weights in pickles alone.
         ImportError: ``attn_implementation`` names flash-attn, and neither the package nor a build
             of it from the Hub is there.
         ValueError: another kind of model, an encoder whose attention is bidirectional, the adapter
@@ -146,9 +145,9 @@ def load_reward_model(path: str | os.PathLike, **options: Any) -> Any:
         options: keywords of ``from_pretrained``. ``dtype`` is float32 unless given.
 
     Raises:
-        FileNotFoundError: see :func:`load_language_model`.
-        ValueError: a classifier with more labels; the adapter of a language model, of another base,
-            or without safetensors.
+        FileNotFoundError, OSError: see :func:`load_language_model`.
+        ValueError: a classifier with another number of labels; a kind of model without classifiers;
+            the adapter of a language model, of another base, without a head or safetensors.
     """
     options = {"dtype": torch.float32, "num_labels": 1} | _renamed(options)
     checkpoint = _Checkpoint(path, options)
@@ -177,7 +176,7 @@ def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
             most bases are saved its scores would not be those that it was trained to.
 
     Raises:
-        FileNotFoundError: see :func:`load_language_model`.
+        FileNotFoundError, OSError: see :func:`load_language_model`.
         ValueError: a checkpoint or an adapter without a classification head; an adapter of another
             base, or without safetensors.
     """
@@ -220,8 +219,8 @@ def load_saved(path: str | os.PathLike, **options: Any) -> Any:
 def load_tokenizer(
     path: str | os.PathLike, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
-    """Loads the tokenizer of a model's folder, a run's folder or a Hub id, whose EOS pads where it
-    has no pad token. An adapter without a tokenizer gets its base's.
+    """Loads the tokenizer of a model's folder, a run's folder or a Hub id. A tokenizer without a
+    pad token pads with its EOS. An adapter without a tokenizer gets its base's.
 
     Args:
         trust_remote_code: run the Python code that the folder or id brings.
@@ -519,8 +518,8 @@ class _Checkpoint:
 
 
 def _set_adapter(model: Any, file: str) -> str | None:
-    """Sets the weights of a PEFT model's adapter to those in a file; returns in words which weights
-    of a LoRA adapter, that PEFT passes over, do not fit; else None."""
+    """Sets the weights of a PEFT model's adapter to those in a file. Returns in words which LoRA
+    weights do not fit, which PEFT passes over without an error; None where all fit."""
     from peft import set_peft_model_state_dict
 
     name = model.active_adapter
@@ -534,13 +533,9 @@ def _set_adapter(model: Any, file: str) -> str | None:
 
 
 def check_causal(model: Any) -> None:
-    """Refuses an encoder such as BERT that was loaded as a language model: its attention is
-    bidirectional unless the configuration says is_decoder, so that the logits before a token
-    depend on that token and on those after it.
-
-    Raises:
-        ValueError: such a model.
-    """
+    """Raises ValueError for an encoder such as BERT that was loaded as a language model: its
+    attention is bidirectional unless the configuration says is_decoder, so that the logits before
+    a token depend on that token and on those after it."""
     model = base_of(model)
     config: Any = getattr(model, "config", None)
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:

@@ -31,7 +31,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     m is exact, so that steps below half the spacing of w add up until w moves, as when training
     in float32. That takes 4 bytes more for each weight; moments are float32. Weights that are
-    float32 are stepped themselves.
+    float32 are stepped themselves, unless ``on_host``.
 
     The parameter groups are the inner optimizer's own, with the model's weights: schedules,
     gradient scalers and accelerate see those. Masters are made at the first step, and are saved in
@@ -274,7 +274,7 @@ def _keys(packed: dict[str, Any]) -> list[Any]:
 
 
 def _in_parts(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views of two tensors of a shape, in rows of up to ``_PART`` weights."""
+    """Pairs of views of two tensors of a shape: rows of ``_PART`` weights at most, or one row."""
     if one.numel() <= _PART or one.dim() == 0:
         yield one, other
         return

@@ -84,8 +84,8 @@ class MistralCommonTokenizer(MistralCommonBackend):
         return_assistant_tokens_mask: bool = False,
         **options: Any,
     ) -> Any:
-        """A conversation as mistral-common writes it: its text, or else its token ids, in a
-        BatchEncoding with ``return_dict``. ``add_generation_prompt`` is not read.
+        """A conversation as mistral-common writes it: its token ids with ``tokenize``, in a
+        BatchEncoding with ``return_dict``; else its text. ``add_generation_prompt`` is not read.
 
         Raises:
             ValueError: several conversations; options that mistral-common does not have; messages

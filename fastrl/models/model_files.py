@@ -28,7 +28,7 @@ _TOKENIZER_FILES_ON_THE_HUB = ("tokenizer_config.json", "tokenizer.json", "tekke
 def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
     """The folder of a checkpoint or of an adapter; for a run's folder, the ``model/`` in it.
 
-    Hub ids are returned as they are.
+    Hub ids, and any folder with a ``subfolder``, are returned as they are.
 
     Raises:
         FileNotFoundError: a folder without a model, or a local path that does not exist: any name
@@ -73,7 +73,8 @@ def _may_be_an_id(name: str) -> bool:
 
 
 def is_adapter(path: str | os.PathLike, **options: Any) -> bool:
-    """Whether a folder or a Hub id holds a PEFT adapter; ``options`` are from_pretrained's."""
+    """Whether a folder or a Hub id holds a PEFT adapter; ``options`` are from_pretrained's. Raises
+    what :func:`model_folder` does."""
     folder = model_folder(path, options.get("subfolder"))
     return find_file(folder, ADAPTER_CONFIG, options) is not None
 

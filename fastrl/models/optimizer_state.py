@@ -13,7 +13,7 @@ from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.sharding import like
 from fastrl.run.state import SharedOut, is_dtensor
 
-# Tensors of torchao that are several tensors inside, by their names in a checkpoint.
+# torchao's classes of tensors that are several tensors inside, each with its module.
 _IN_PARTS = {
     "OptimState8bit": "torchao.optim.subclass_8bit",
     "OptimState4bit": "torchao.optim.subclass_4bit",
@@ -32,7 +32,8 @@ def optimizer_groups(optimizer: Any, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def set_weights(optimizer: Any, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Puts a model's present weights into an optimizer's groups, by name; other weights stay."""
+    """Puts a model's present weights into an optimizer's groups, by the names in ``groups``, which
+    :func:`optimizer_groups` returned; weights that the model does not name stay."""
     weights = dict(model.named_parameters())
     for group, named in zip(_inner(optimizer).param_groups, groups, strict=True):
         pairs = zip(group["params"], named["params"], strict=True)
@@ -46,6 +47,9 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     Args:
         optimizer: torch's optimizer, or accelerate's wrapper of it.
         model: the model; weights that are spread over processes must not be gathered just now.
+
+    Raises:
+        TypeError: moments of a kind that a checkpoint cannot hold.
     """
     groups = optimizer_groups(optimizer, model)
     names = [name for group in groups for name in group["params"]]
@@ -54,8 +58,8 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: Any, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Makes an optimizer of the same weights continue from what :func:`optimizer_state` returned,
-    or a file has of that. Masters in the state are left out where the optimizer keeps none."""
+    """Makes an optimizer of the same weights continue from a state that :func:`optimizer_state`
+    returned, or a file of it. Masters in it are left out where the optimizer keeps none."""
     inner = _inner(optimizer)
     index = {
         name: i

@@ -79,7 +79,7 @@ def check_optimizer(
             TrainingArguments, and no part of ``arguments``.
 
     Raises:
-        ValueError: a name or arguments beside ``optimizer``; what :func:`make_optimizer` refuses.
+        ValueError: a name or arguments beside ``optimizer``; wrong ``arguments`` for the optimizer.
         ImportError: the optimizer's package is not installed; says how to install it.
     """
     if optimizer is not None and name != "adam":
@@ -156,8 +156,8 @@ def make_optimizer(
         name: "adam", torch's Adam; or one of transformers' ``OptimizerNames``.
         arguments: written as transformers' ``optim_args``: "name=value,…". All optimizers have
             weight_decay, Adam and its kin beta1 and beta2.
-        fused: whether "adam" runs torch's fused kernel where there is one. False where one process
-            has the weights, and the others' are on the meta device: all must choose the same.
+        fused: whether "adam" runs torch's fused kernel where there is one. Pass False where one
+            process has the weights and others have them on the meta device: all must choose alike.
 
     Raises:
         ValueError: an unknown name; an argument that the optimizer lacks, or a wrong value of one.

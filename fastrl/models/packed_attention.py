@@ -39,7 +39,7 @@ class Runs(NamedTuple):
 class Blocks(NamedTuple):
     """The runs by which the tokens of a packed row attend."""
 
-    own: Runs  # each token's attention to its own prompt or response
+    own: Runs  # each token's attention to its own prompt or response, or to all of its keys
     # The responses' attention to their whole prompts; None where ``own`` has all keys.
     shared: Runs | None = None
     # [Tk] int64, the places of the keys of ``own``; None: the places of the queries.
@@ -547,8 +547,9 @@ _QUERIES = 128  # queries of a block, which attends the keys of a window before 
 
 
 def _near(runs: Runs) -> Iterator[_KernelCall]:
-    """Calls of runs with a window: runs that fit in it as they are; others in blocks of queries,
-    each with all keys that its queries attend. Blocks of one size share a call."""
+    """Calls of causal runs that have a window, or more keys than queries. Runs of as many keys that
+    fit in the window stay whole; others are cut into blocks of queries, each with all keys that its
+    queries attend to. Blocks of one size share a call."""
     whole: list[tuple[int, int, int]] = []
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     starts = zip(_starts(runs.queries), _starts(runs.keys), strict=True)
@@ -589,7 +590,7 @@ class FlashKernel:
             x.q, x.k, x.v, *self._lengths(runs, x.q.device), 0.0, runs.causal, False,
             scale=x.scale, **_window(runs),
         )  # fmt: skip
-        return Attended(out, lse.transpose(0, 1).contiguous())  # [Hq, Tq]
+        return Attended(out, lse.transpose(0, 1).contiguous())  # torch's lse is [Hq, Tq]
 
     def backward(
         self, grad: Tensor, x: Operands, attended: Attended, runs: Runs

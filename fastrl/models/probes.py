@@ -20,7 +20,7 @@ _BLOCKS, _MOST = re.compile("conv|chunk|window|kernel|compress"), 64
 
 def narrowed(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which every window and chunk of attention has at most four tokens, so that a
-    comparison on texts of seven tokens shows whether a window is kept."""
+    comparison on short texts shows whether a window is kept."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         for owner in (module, vars(module).get("config")):
@@ -39,7 +39,7 @@ def narrowed(model: nn.Module) -> AbstractContextManager[None]:
 
 def reach(model: Any, used: int = 0) -> int:
     """The number of tokens to add to a check's text, so that it is longer than the widest block in
-    which the model reads tokens, other than the windows of :func:`narrowed`. It is at most 64.
+    which the model reads tokens, other than the windows of :func:`narrowed`; at most 64 tokens.
 
     Args:
         used: tokens that the text already has; the context has to hold all of its tokens.

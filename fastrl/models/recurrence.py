@@ -2,8 +2,7 @@
 the responses to one prompt continue from its end.
 
 Each function replaces one that a Hugging Face model's layers call, see
-:mod:`fastrl.models.layer_functions`, and calls the replaced one with each sequence in a row of its
-own, or with all in one row where that is a kernel that takes their lengths.
+:mod:`fastrl.models.layer_functions`; its docstring says when it calls the replaced one.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def convolved(
     the last tokens of its prompt in front of each response.
 
     Args:
-        convolve: the model's function, called with a longer row; not on CPUs, where sums of
-            products are faster.
+        convolve: the model's function, which is called with a longer row; it is not called on CPUs,
+            where sums of products are faster.
         weight: [C, K].
     """
     width = weight.shape[-1]
@@ -115,7 +114,8 @@ def kimi_delta_rule(
     """Kimi's delta rule of a packed row, in which each channel has a decay: g [1, T, heads, K].
 
     Args:
-        rule: the model's function, for sequences in rows of their own, or a kernel for GPUs.
+        rule: the model's function, called with sequences in rows of their own; if it is a kernel
+            that takes lengths, with a row of all prompts, then one of all responses.
 
     Returns:
         what :func:`gated_delta_rule` does.
@@ -157,7 +157,7 @@ def mamba2_scan(
     where a prompt begins with S = 0 and a response with the last state of its prompt.
 
     Args:
-        scan: the model's function, for sequences in rows of their own.
+        scan: the model's function, called with sequences in rows of their own.
 
     Returns:
         the outputs; with ``return_final_states`` also the last states of the prompts [P, ...].
@@ -194,8 +194,8 @@ def delta_step(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """One step of the gated delta rule in each slot, with arguments [b, 1, heads, ...]. It changes
-    the states [b, heads, K, V] in place: a step reads and writes little else.
+    """One step of the gated delta rule in each slot, with arguments [b, 1, heads, ...]. Without a
+    kernel it changes the states [b, heads, K, V] in place: a step reads and writes little else.
 
     Args:
         rule: the model's function, which is called only if it is a kernel for GPUs.

@@ -38,13 +38,13 @@ def rewards_at(
 
 
 def padding_of(plain: Any) -> int | None:
-    """The token that a classifier takes for padding."""
+    """The id of the token that a classifier takes for padding; None where it has none."""
     return getattr(text_config(plain), "pad_token_id", None)
 
 
 def give_padding(model: Any, tokenizer: Any) -> None:
     """Gives a classifier without a token of padding that of its tokenizer, by which a decoder's
-    classifier finds each text's last token; a model of several parts reads its text part's."""
+    classifier finds each text's last token; it is set in the configuration of the text part."""
     config = text_config(model)
     if config is not None and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = tokenizer.pad_token_id
@@ -62,7 +62,7 @@ def rewards_of_padded(
         inputs: ``input_ids`` and ``attention_mask``, [B, T], and others of that shape.
         side: where the model gets its padding, "right" or "left"; None: texts of one length at a
             time, without padding. See :func:`fastrl.data.choose_padding.classifier_side`.
-        padding: the model's own token of padding.
+        padding: the id of the model's own token of padding; None: padding stays as it is.
     """
     mask = inputs["attention_mask"]
     if side is None:

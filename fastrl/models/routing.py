@@ -135,11 +135,8 @@ def replays(model: nn.Module, asked: bool) -> bool:
 
 
 def refuse_beside(**others: Any) -> None:
-    """Refuses ``replay_routing`` beside settings whose responses are not the engine's own.
-
-    Raises:
-        ValueError: one of these settings is set.
-    """
+    """Raises ValueError where one of ``others`` is set beside ``replay_routing``: settings whose
+    responses are not the engine's own."""
     conflicting = [name for name, x in others.items() if x]
     if conflicting:
         raise ValueError(
@@ -220,8 +217,8 @@ class Routing:
 
     Args:
         weights: [T] fp32, how many sequences have each of the forward's tokens; 0 for padding.
-        choices: [T, L, k], the experts that another forward chose, ``UNKNOWN`` where the router
-            chooses; None: it chooses all.
+        choices: [T, L, k], the experts that L routers chose in another forward, ``UNKNOWN`` where
+            the router chooses; None: it chooses all.
     """
 
     def __init__(self, weights: Tensor, choices: Tensor | None = None):
@@ -301,8 +298,8 @@ class Routing:
 
     def statistics(self) -> dict[str, Tensor]:
         """``load``: E times the share of a layer's busiest expert, as a mean over layers (1 where
-        all get as many tokens); ``aux_loss``; and ``changed_choices``, the share of the choices
-        known before that the router would not have made, NaN where none is known. [] each."""
+        all get as many tokens); ``aux_loss``; with ``choices`` also ``changed_choices``, the share
+        of known ones that the router would not have made, NaN where none is known. [] each."""
         load = self.load()
         numbers = {
             "load": (load.amax(-1) * load.shape[-1]).mean(),

@@ -56,7 +56,7 @@ class ScoringRequest(NamedTuple):
     """Tokens to score, and the results wanted of them.
 
     A model scores N positions of a batch [B, T]: position i is ``rows[i] = b·T + t``, and its
-    hidden state predicts ``labels[i]``. The LM head runs on these rows alone.
+    hidden state predicts ``labels[i]``. Where a model allows it, the LM head runs on these alone.
     """
 
     rows: Tensor  # [N] int64
@@ -72,7 +72,7 @@ class ScoringRequest(NamedTuple):
 class TokenScores(NamedTuple):
     """Scores of the requested tokens, fp32 but for the logits; None where not asked for.
 
-    With an objective only the loss has a gradient, log-probs and entropies have none. The loss of a
+    With an objective the loss has a gradient, log-probs and entropies have none. The loss of a
     :class:`PolicyObjective` comes with its statistics.
     """
 

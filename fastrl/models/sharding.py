@@ -82,8 +82,8 @@ def spread(model: nn.Module) -> None:
 
 def layers_to_spread(model: nn.Module) -> list[str] | None:
     """Names of classes of layers, by which accelerate finds layers for FSDP: those that the
-    architecture names and the model has, all named ones if it has none of them, or None. A text
-    model lacks the vision tower's, and accelerate refuses a name that the model lacks."""
+    architecture names and the model has, all named ones if it has none of them. A text model lacks
+    the vision tower's, and accelerate refuses a name that the model lacks. None: none is named."""
     named = getattr(model, "_no_split_modules", None)
     kinds = {type(module).__name__ for module in model.modules()}
     return named and ([name for name in named if name in kinds] or [*named])
@@ -148,7 +148,7 @@ def gathered_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | 
 
 
 def like(tensor: Tensor | SharedOut, other: Any) -> Tensor:
-    """``tensor``, spread over processes if ``other``, of the same shape, is, else whole. Processes
+    """``tensor``, spread over processes if ``other`` is and has its shape, else whole. Processes
     wait for each other only where a spread tensor is made whole."""
     if not is_dtensor(other) or tensor.shape != other.shape:
         return whole(tensor)

@@ -49,14 +49,7 @@ def cache_of(output: Any) -> Any:
 
 
 def need_peft(what: str) -> None:
-    """Checks that PEFT is installed.
-
-    Args:
-        what: what needs PEFT, in words.
-
-    Raises:
-        ImportError: PEFT is not installed.
-    """
+    """Raises ImportError where PEFT is not installed; ``what`` says in words what needs it."""
     if importlib.util.find_spec("peft") is None:
         raise ImportError(f"{what} needs peft: pip install 'peft>=0.21.2'")
 
@@ -68,8 +61,8 @@ def text_config(model: Any) -> Any:
 
 
 def context_length(model: Any) -> int | None:
-    """Number of positions of the model; None where its configuration names none. That of a model
-    without a limit says -1 (XLNet), or more than any text has."""
+    """Number of positions of the model; None where its configuration names none, or says by -1
+    (XLNet), or by a number larger than any text's, that the model has no limit."""
     stated = getattr(text_config(model), "max_position_embeddings", None)
     return stated if stated is not None and 0 < stated < NO_LIMIT else None
 

@@ -86,8 +86,9 @@ class PreTrainedModelWrapper(nn.Module):
 
     Raises:
         TypeError: not a Hugging Face model.
-        ValueError: a model without a language-model head or of the other kind, whose attention is
-            bidirectional, or that does not read token ids; prompt learning; an unknown strategy.
+        ValueError: a model without a language-model head, with bidirectional attention, that does
+            not read token ids, or of the other kind (with an encoder, or without one); prompt
+            learning; an unknown strategy.
     """
 
     transformers_parent_class: Any
@@ -154,7 +155,8 @@ class PreTrainedModelWrapper(nn.Module):
             TypeError: neither a path, a Hub id nor a model; see the class.
             FileNotFoundError: a folder without a model, or an adapter's base that is not there.
             ValueError: layers that were shared with a reference differ from what was saved; see
-                the class and :class:`fastrl.models.adapters.RewardAdapter`.
+                the class, ``load_language_model`` and ``with_adapter`` in fastrl.models.load, and
+                :class:`fastrl.models.adapters.RewardAdapter`.
         """
         head_kwargs = {k: kwargs.pop(k) for k in cls.supported_args if k in kwargs}
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
@@ -198,7 +200,9 @@ class PreTrainedModelWrapper(nn.Module):
         routing: Routing | None = None,
         **kwargs: Any,
     ) -> tuple | TokenScores:
-        """Logits, loss and values of all tokens; with ``scoring``, scores of the requested tokens.
+        """(logits, loss, values) of all tokens, and the cache with ``return_past_key_values``; with
+        ``scoring``, scores of the requested tokens. Raises ValueError for a ``boundary`` where the
+        model shares no layers.
 
         Args:
             boundary: [B, T, H], the trunk's output for these tokens; its layers then do not run.

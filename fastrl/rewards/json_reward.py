@@ -13,7 +13,7 @@ from fastrl.rewards import text_worker
 from fastrl.rewards.text_rewards import last_block
 from fastrl.rewards.timed import TimedChild
 
-LONGEST = 1_000_000  # characters of a response that is parsed
+LONGEST = 1_000_000  # characters of a block that is parsed
 SECONDS = 2.0  # for one response
 _CHILD = TimedChild(text_worker.__file__, "jsonschema")
 

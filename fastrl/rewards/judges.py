@@ -89,13 +89,13 @@ class JudgeAnnotator:
         judge: answers questions, list[str] -> list[str]: a :class:`ModelJudge`, or a function that
             asks a service.
         template: the template of a question about a pair, with {prompt}, {first} and {second};
-            columns of the data may be named too. Other braces are doubled.
-        parser: reads the answer: 1.0 where the first is better, 0.0, 0.5, or None where the
-            answer cannot be parsed.
+            columns of the data may be named too. Double all other braces.
+        parser: reads the answer: 1.0 where the first is better, 0.0 where the second is, 0.5 for a
+            tie, None where the answer cannot be parsed.
         score_template: the template of a question about a response, with {prompt} and {response}.
         score_parser: reads the answer: a number, or None.
-        swap: ask about each pair in both orders; where the answers disagree it is a tie (judges
-            favour positions, arXiv:2306.05685).
+        swap: ask about each pair in both orders; where the answers disagree the pair is a tie
+            (judges favour positions, arXiv:2306.05685).
         unparsed: what becomes of pairs with an unreadable answer: "refuse" raises, "skip" leaves
             them out, "tie" counts them as ties.
         unparsed_score: the score of a response whose answer cannot be parsed, unless that is
@@ -217,8 +217,11 @@ class ModelJudge:
     Args:
         model: is frozen and put into evaluation mode.
         tokenizer: the model's tokenizer.
-        params: how it answers, with ``n`` of 1; by default greedily, in 64 tokens at most.
+        params: how it answers; by default greedily, in 64 tokens at most.
         engine: keyword arguments of :func:`fastrl.rollout.choose_engine`, such as ``max_slots``.
+
+    Raises:
+        ValueError: ``params.n`` is not 1.
     """
 
     def __init__(

@@ -26,12 +26,13 @@ def math_reward(
     r"""Rewards of 1 where a response's answer equals the solution, by math-verify, else 0.
 
     A response's answer is its LaTeX in ``\boxed{...}``, or behind "answer"; one that does not parse
-    is wrong. A solution without delimiters is read as if it stood in a box. None, for "does not
-    apply", where the solution does not parse, or is None; docs/ready_rewards.md has a table.
+    is wrong. A solution without delimiters is read as if it stood in a box; of a sentence only the
+    numbers are read. The reward is None ("does not apply") where the solution does not parse, or is
+    None; docs/ready_rewards.md has a table.
 
-    The answers are parsed in a process of its own, so that what takes longer than 10 seconds, or
-    would never end, can be ended, whatever thread this is called in: such a solution is None, such
-    an answer 0.
+    Solutions and answers are parsed in another process, in which one that takes longer than 10
+    seconds is ended, whatever thread calls: the reward is None for such a solution, and 0 for such
+    an answer.
 
     Args:
         completions: texts, or lists of messages.

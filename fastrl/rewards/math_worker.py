@@ -50,9 +50,9 @@ def delimited(solution: str) -> str:
 
 
 def make_judge() -> Callable[..., dict[str, Any]]:
-    """Makes the function that judges a line's fields: a ``solution`` alone by whether it parses; a
-    solution and an ``answer`` by whether they are equal. math-verify's own time limits are off,
-    since they need signals."""
+    """Makes the function that judges a question's fields: a ``solution`` alone by whether it
+    parses; a solution and an ``answer`` by whether they are equal. math-verify's own time limits
+    are off, since they need signals."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 

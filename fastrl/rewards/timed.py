@@ -37,7 +37,7 @@ class TimedChild:
 
     def ask(self, seconds: float, **question: Any) -> dict[str, Any] | None:
         """The child's answer; None where it took longer than ``seconds``, or, with a warning, where
-        another signal ended the child, as without memory or stack.
+        a signal ended the child for another reason, such as no memory or stack left.
 
         Raises:
             ImportError: the child does not start.

@@ -52,11 +52,11 @@ class RewardBatch:
         by_function: r_k by the function's name, [B] fp64 each; NaN where it does not judge the
             sample, or returned a number that is not finite, and for samples that are left out.
         seconds: how long each function took, by its name.
-        nonfinite: samples left out because a reward of theirs was not finite.
-        retries: calls that were repeated.
-        of_tokens: each sample's weighted sum for each token, [L] fp64, where a function returned
-            rewards of tokens, their sum being the ``total``; those of functions that returned one
-            number are added to the last token. None for a sample of which no function did.
+        nonfinite: the number of samples left out because a reward of theirs was not finite.
+        retries: the number of calls that were repeated.
+        of_tokens: each sample's weighted sum for each token, [L] fp64, whose sum is the ``total``;
+            rewards that are one number are added to the last token. None where no function whose
+            weight is not 0 returned rewards of the sample's tokens.
     """
 
     total: Tensor
@@ -137,8 +137,8 @@ class Rewards:
             (and may be running still), after a pause of 0.5 s that doubles each time, up to 30 s.
         reward_batch_size: completions per call; None: all of them in one. A
             :class:`ClassifierReward` has a batch size of its own.
-        on_nonfinite: see ``PPOConfig``: "raise" makes a reward that is not finite an error, all
-            others leave that sample out, and count it.
+        on_nonfinite: see ``PPOConfig``: "raise" makes a reward that is not finite an error, other
+            values leave the sample out, and count it.
         shared: whether other processes ask about other samples of the same batch, so that a call
             may leave out all of its own.
         judges_all: whether it is an error where no function judges a sample; its total is NaN else.
@@ -242,9 +242,9 @@ class Rewards:
 
         Raises:
             ValueError: a function did not return one number, one for each token, or None for each
-                completion; all functions returned None for one; a reward is not finite, unless
-                ``on_nonfinite`` allows it; no reward is, unless samples are ``shared``. The message
-                names the function, the completion and its prompt.
+                completion; a reward is not finite, unless ``on_nonfinite`` allows it; with
+                ``judges_all``, a completion for which all functions returned None, or, unless
+                ``shared``, no completion with finite rewards. The message names the first fault.
             TimeoutError: a call took longer than ``reward_timeout``, and so did its retries.
             Exception: what a function raised in the last of its attempts.
         """
@@ -383,7 +383,7 @@ class Rewards:
         self, wrong: Tensor, values: Tensor, prompts: Sequence[Any], none_left: bool
     ) -> None:
         """Warns of rewards that are not finite, once for each function, or raises an error."""
-        # Where another function may judge the completion.
+        # Whether a function may return None: another one may judge, or none has to.
         several = len(self._functions) > 1 or not self._judges_all
         instead = ", or let it return None for what it cannot judge" if several else ""
         for function, row, of_function in zip(self._functions, wrong, values, strict=True):
