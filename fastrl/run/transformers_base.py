@@ -69,7 +69,7 @@ class OpenTrainer(transformers.Trainer):
 
         Args:
             epoch, minibatches: as transformers has computed them.
-            epochs: the run's number of epochs; returned as the epoch, no further step is taken.
+            epochs: the run's number of epochs; if it is returned as the epoch, no step is taken.
         """
         return epoch, minibatches
 
@@ -86,7 +86,7 @@ class OpenTrainer(transformers.Trainer):
 
         Args:
             size: rows per batch.
-            sampler: makes the order of the data; not for streams.
+            sampler: a function that makes a sampler of the data's rows; not called for streams.
         """
         what = "Training" if training else "Evaluation"
         return self._get_dataloader(data, what, size, sampler_fn=sampler, is_training=training)
@@ -125,7 +125,7 @@ class OpenTrainer(transformers.Trainer):
         latest = self.latest_step() if resumes else (None, None)
         self._at = StepsOfEpoch(model, epoch, steps_in_epoch, ends, behind - 1, *latest)
         feed = self._updates(train_dataloader, num_update_steps_per_epoch, behind)
-        over = self.is_over()  # by what was due behind the step that the run goes on from
+        over = self.is_over()  # an evaluation that the checkpoint says is due may end the run
         if over:
             feed = iter(())
         elif resumes and not behind:
@@ -161,7 +161,7 @@ class OpenTrainer(transformers.Trainer):
             yield self.get_batch_samples(batches, count, self.args.device)
 
     def _restoring(self, feed: Iterator[Any], checkpoint: str | None) -> Iterator[Any]:
-        """Yields a feed's items; generators are restored once the data's order has been drawn."""
+        """Yields a feed's items; restores random generators once the data's order is drawn."""
         for i, item in enumerate(feed):
             if i == 0:
                 self._load_rng_state(checkpoint)
@@ -202,7 +202,7 @@ class OpenTrainer(transformers.Trainer):
     def _synchronised(
         self, model: nn.Module, *, last: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Context of a mini-batch: processes add gradients up with the step's ``last`` one."""
+        """Context of a mini-batch: by default processes add gradients up in the ``last`` one."""
         accelerator = self.accelerator
         each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -269,11 +269,11 @@ class OpenTrainer(transformers.Trainer):
         return float(at.norm.full_tensor() if hasattr(at.norm, "full_tensor") else at.norm), at.rate
 
     def go_on_behind(self, norm: float | None, rate: float | None, ignored: Any) -> None:
-        """Goes on behind a step.
+        """Sets what logs and evaluations tell of the step behind which training begins.
 
         Args:
-            norm, rate: the step's :meth:`latest_step`, which logs tell.
-            ignored: keys that evaluations leave out.
+            norm, rate: the step's gradient norm and learning rate, see :meth:`latest_step`.
+            ignored: keys of the model's outputs that evaluations leave out.
         """
         ends = None, ignored, time.time()
         epoch = int(self.state.epoch or 0)
@@ -375,7 +375,7 @@ class OpenTrainer(transformers.Trainer):
         return getattr(self, "_initial_global_step", 0)
 
     def loss_state(self) -> dict[str, Any]:
-        """The losses so far as later logs need them: a tree for a checkpoint."""
+        """The sums of losses that later logs need, with their steps: a tree for a checkpoint."""
         return {
             "since_the_log": self._tr_loss,
             "before": self._total_loss_scalar,
