@@ -208,14 +208,14 @@ class OpenTrainer(transformers.Trainer):
         deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         if last or each or deepspeed:
             return contextlib.nullcontext()
-        # A model that transformers has loaded in shares is not wrapped by accelerate.
+        # A model that transformers has loaded in shards is not wrapped by accelerate.
         loaded_in_shares = getattr(self, "is_distributed_loading_by_transformers", False)
         if loaded_in_shares and hasattr(self.model, "set_requires_gradient_sync"):
             return self._defer_fsdp_gradient_reduction()
         return accelerator.no_sync(model=model)
 
     def _update(self, at: StepsOfEpoch) -> None:
-        """The optimizer's step along the gradient, and the schedule's."""
+        """Takes the optimizer's step along the gradient, and the schedule's step."""
         norm = self._clip_grad_norm(at.model) if self.args.max_grad_norm > 0 else None
         at.norm = self._get_grad_norm(at.model, grad_norm=norm)
         self.before_update(at.model, at.norm)
@@ -241,17 +241,17 @@ class OpenTrainer(transformers.Trainer):
         self._track_num_input_tokens(minibatch)
 
     def begin_step(self) -> None:
-        """Does nothing, for subclasses: before callbacks are told that a step begins."""
+        """Does nothing; subclasses act here before callbacks are told that a step begins."""
 
     def before_update(self, model: nn.Module, norm: Any) -> None:
-        """Does nothing, for subclasses: before an optimizer step, with the gradient's norm before
-        clipping."""
+        """Does nothing; subclasses act here before an optimizer step. ``norm`` is that of the
+        gradient before clipping."""
 
     def begin_update(self) -> None:
-        """Does nothing, for subclasses: right before the optimizer changes the weights."""
+        """Does nothing; subclasses act here right before the optimizer changes the weights."""
 
     def end_step(self) -> None:
-        """Does nothing, for subclasses: before callbacks are told that a step has ended."""
+        """Does nothing; subclasses act here before callbacks are told that a step has ended."""
 
     def end_epoch(self) -> None:
         """Tells callbacks that an epoch has ended."""
@@ -322,7 +322,7 @@ class OpenTrainer(transformers.Trainer):
         states |= TrainerState(stateful_callbacks=exported).stateful_callbacks
 
     def write_model(self, folder: Path) -> None:
-        """Writes what :meth:`save_model` does, but for the card; uploads nothing."""
+        """Writes what :meth:`save_model` does, but for the model card; uploads nothing."""
         super().save_model(str(folder), _internal_call=True)
 
     def write_learned(self, folder: Path) -> None:
@@ -336,7 +336,7 @@ class OpenTrainer(transformers.Trainer):
         self._push_from_checkpoint(str(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # transformers loads no shares of weights, and no value heads.
+        # transformers loads no shards of weights, and no value heads.
         self.load_weights(Path(resume_from_checkpoint))
 
     def load_weights(self, checkpoint: Path) -> None:
@@ -354,7 +354,7 @@ class OpenTrainer(transformers.Trainer):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # transformers loads no shares of moments, and no moments of another kind of optimizer.
+        # transformers loads no shards of moments, and no moments of another kind of optimizer.
         if checkpoint is not None:
             self.load_optimizer(Path(checkpoint))
 

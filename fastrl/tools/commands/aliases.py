@@ -191,7 +191,7 @@ def aliases_of(command: str, method: str | None = None) -> dict[str, Alias]:
     """The aliases that a command takes beside its settings' own names.
 
     Args:
-        method: the command that a plan is made for.
+        method: the command that a plan is made for; None: ppo.
     """
     if command == "plan":
         return {**_ALIASES[method or "ppo"], **_PLANS}
