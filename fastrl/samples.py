@@ -64,8 +64,8 @@ class Samples:
         sequences: generated tokens without the prompt, the EOS and tools' results included.
         finish_reasons: "eos", "length", "stop" or "nan".
         experts: the k experts that a mixture's L routers chose, where the engine keeps them,
-            [T - 1, L, k] int16, for a prompt of P tokens and its response, T tokens together; -1
-            of the last router for the first P - 1 tokens, for which it does not run.
+            [T - 1, L, k] int16, for a prompt of P tokens and its response, T tokens together. The
+            last router does not run for the first P - 1 tokens, and has -1 for them.
         seed, sample_ids: what the engine keys the draws of a sample by; ``model.generate`` uses the
             seed alone.
         numbers: a sample's number among those of its prompt, from 0.
@@ -81,9 +81,9 @@ class Samples:
         masks: bool, which tokens of a response the policy wrote; None: all.
         tool_calls: how often a response called tools; None: there were no tools.
         left_out: whether a sample ended in NaN logits, so that nothing is learned from it.
-        rewards: Σ_k w_k·r_k over the reward functions k, [B] fp64; NaN for samples left out.
-        rewards_by_function: r_k by the function's name, [B] fp64 each; NaN for samples that the
-            function did not judge.
+        rewards: Σ_k w_k·r_k over the reward functions k, [B] fp64; NaN for samples that are left
+            out or unjudged, or have a reward that is not finite.
+        rewards_by_function: r_k by function, [B] fp64 each; NaN where it gave no finite number.
         token_rewards: Σ_k w_k·r_k for each token, [L] fp64; None where no function rewards tokens.
         unjudged: whether no function judged a sample.
         penalties: what is taken off the rewards for how responses ended and how long they are, [B]

@@ -82,8 +82,8 @@ def setting(
 
 
 def kept_setting(text: str, default: Any = None) -> Any:
-    """A field of a dataclass for a setting of another version, see :mod:`fastrl.eras`: it is no
-    flag, and no parameter of the constructor."""
+    """A field of a dataclass for a setting of another version of TRL or transformers, see
+    :mod:`fastrl.eras`; the field is no flag, and no parameter of the constructor."""
     return field(default=default, init=False, metadata={"help": text})
 
 

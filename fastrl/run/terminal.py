@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-# C0 and C1: with ESC, or CSI in one character, a text would colour the terminal or set its title.
+# Control characters, C0 and C1: by ESC, or by the one character CSI, a text could set colours.
 _CONTROLS = {
     code: repr(chr(code))[1:-1]
     for code in (*range(32), *range(127, 160))

@@ -69,7 +69,7 @@ class OpenTrainer(transformers.Trainer):
 
         Args:
             epoch, minibatches: as transformers has computed them.
-            epochs: the run's number of epochs; returned as the epoch, no further step is taken.
+            epochs: the run's number of epochs; if it is returned as the epoch, no step is taken.
         """
         return epoch, minibatches
 
@@ -86,7 +86,7 @@ class OpenTrainer(transformers.Trainer):
 
         Args:
             size: rows per batch.
-            sampler: makes the order of the data; not for streams.
+            sampler: a function that makes a sampler of the data's rows; not called for streams.
         """
         what = "Training" if training else "Evaluation"
         return self._get_dataloader(data, what, size, sampler_fn=sampler, is_training=training)
@@ -125,7 +125,7 @@ class OpenTrainer(transformers.Trainer):
         latest = self.latest_step() if resumes else (None, None)
         self._at = StepsOfEpoch(model, epoch, steps_in_epoch, ends, behind - 1, *latest)
         feed = self._updates(train_dataloader, num_update_steps_per_epoch, behind)
-        over = self.is_over()  # by what was due behind the step that the run goes on from
+        over = self.is_over()  # an evaluation that the checkpoint says is due may end the run
         if over:
             feed = iter(())
         elif resumes and not behind:
@@ -161,7 +161,7 @@ class OpenTrainer(transformers.Trainer):
             yield self.get_batch_samples(batches, count, self.args.device)
 
     def _restoring(self, feed: Iterator[Any], checkpoint: str | None) -> Iterator[Any]:
-        """Yields a feed's items; generators are restored once the data's order has been drawn."""
+        """Yields a feed's items; restores random generators once the data's order is drawn."""
         for i, item in enumerate(feed):
             if i == 0:
                 self._load_rng_state(checkpoint)
@@ -202,20 +202,20 @@ class OpenTrainer(transformers.Trainer):
     def _synchronised(
         self, model: nn.Module, *, last: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Context of a mini-batch: processes add gradients up with the step's ``last`` one."""
+        """Context of a mini-batch: by default processes add gradients up in the ``last`` one."""
         accelerator = self.accelerator
         each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         if last or each or deepspeed:
             return contextlib.nullcontext()
-        # A model that transformers has loaded in shares is not wrapped by accelerate.
+        # A model that transformers has loaded in shards is not wrapped by accelerate.
         loaded_in_shares = getattr(self, "is_distributed_loading_by_transformers", False)
         if loaded_in_shares and hasattr(self.model, "set_requires_gradient_sync"):
             return self._defer_fsdp_gradient_reduction()
         return accelerator.no_sync(model=model)
 
     def _update(self, at: StepsOfEpoch) -> None:
-        """The optimizer's step along the gradient, and the schedule's."""
+        """Takes the optimizer's step along the gradient, and the schedule's step."""
         norm = self._clip_grad_norm(at.model) if self.args.max_grad_norm > 0 else None
         at.norm = self._get_grad_norm(at.model, grad_norm=norm)
         self.before_update(at.model, at.norm)
@@ -241,17 +241,17 @@ class OpenTrainer(transformers.Trainer):
         self._track_num_input_tokens(minibatch)
 
     def begin_step(self) -> None:
-        """Does nothing, for subclasses: before callbacks are told that a step begins."""
+        """Does nothing; subclasses act here before callbacks are told that a step begins."""
 
     def before_update(self, model: nn.Module, norm: Any) -> None:
-        """Does nothing, for subclasses: before an optimizer step, with the gradient's norm before
-        clipping."""
+        """Does nothing; subclasses act here before an optimizer step. ``norm`` is that of the
+        gradient before clipping."""
 
     def begin_update(self) -> None:
-        """Does nothing, for subclasses: right before the optimizer changes the weights."""
+        """Does nothing; subclasses act here right before the optimizer changes the weights."""
 
     def end_step(self) -> None:
-        """Does nothing, for subclasses: before callbacks are told that a step has ended."""
+        """Does nothing; subclasses act here before callbacks are told that a step has ended."""
 
     def end_epoch(self) -> None:
         """Tells callbacks that an epoch has ended."""
@@ -269,11 +269,11 @@ class OpenTrainer(transformers.Trainer):
         return float(at.norm.full_tensor() if hasattr(at.norm, "full_tensor") else at.norm), at.rate
 
     def go_on_behind(self, norm: float | None, rate: float | None, ignored: Any) -> None:
-        """Goes on behind a step.
+        """Sets what logs and evaluations tell of the step behind which training begins.
 
         Args:
-            norm, rate: the step's :meth:`latest_step`, which logs tell.
-            ignored: keys that evaluations leave out.
+            norm, rate: the step's gradient norm and learning rate, see :meth:`latest_step`.
+            ignored: keys of the model's outputs that evaluations leave out.
         """
         ends = None, ignored, time.time()
         epoch = int(self.state.epoch or 0)
@@ -322,7 +322,7 @@ class OpenTrainer(transformers.Trainer):
         states |= TrainerState(stateful_callbacks=exported).stateful_callbacks
 
     def write_model(self, folder: Path) -> None:
-        """Writes what :meth:`save_model` does, but for the card; uploads nothing."""
+        """Writes what :meth:`save_model` does, but for the model card; uploads nothing."""
         super().save_model(str(folder), _internal_call=True)
 
     def write_learned(self, folder: Path) -> None:
@@ -336,7 +336,7 @@ class OpenTrainer(transformers.Trainer):
         self._push_from_checkpoint(str(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # transformers loads no shares of weights, and no value heads.
+        # transformers loads no shards of weights, and no value heads.
         self.load_weights(Path(resume_from_checkpoint))
 
     def load_weights(self, checkpoint: Path) -> None:
@@ -354,7 +354,7 @@ class OpenTrainer(transformers.Trainer):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # transformers loads no shares of moments, and no moments of another kind of optimizer.
+        # transformers loads no shards of moments, and no moments of another kind of optimizer.
         if checkpoint is not None:
             self.load_optimizer(Path(checkpoint))
 
@@ -375,7 +375,7 @@ class OpenTrainer(transformers.Trainer):
         return getattr(self, "_initial_global_step", 0)
 
     def loss_state(self) -> dict[str, Any]:
-        """The losses so far as later logs need them: a tree for a checkpoint."""
+        """The sums of losses that later logs need, with their steps: a tree for a checkpoint."""
         return {
             "since_the_log": self._tr_loss,
             "before": self._total_loss_scalar,

@@ -22,8 +22,8 @@ class MetricsCallback(TrainerCallback):
     """Appends each log to a file, and sends it to the accelerator's trackers.
 
     Args:
-        evaluations: a list to which the trainer adds each evaluation's samples, if it has any; the
-            trackers get a table of them.
+        evaluations: a list to which the trainer adds the samples of each evaluation; the trackers
+            get a table of the latest ones. It stays empty where evaluations draw no samples.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LossProgress(TrainerCallback):
             self.bar = None
 
     def close(self) -> None:
-        """Removes the bar. :func:`recording` calls it last, also after an exception."""
+        """Removes the bar. :func:`recording` calls it at its end, also after an exception."""
         if self.bar is not None:
             drop_bar(self.bar)
             self.bar = None

@@ -41,8 +41,8 @@ def is_foreign(path: Path) -> bool:
 
 
 def check_torch_files(checkpoint: Path) -> None:
-    """Reads the files that transformers writes with torch.save; their tensors stay on the disk, and
-    code in them is not executed.
+    """Reads the states of optimizer, schedule, scaler and random generators, which transformers
+    writes with torch.save; their tensors stay on the disk, and code in them is not executed.
 
     Raises:
         BadCheckpoint: a file that holds more than tensors and plain values, or is damaged; weights

@@ -34,8 +34,8 @@ _OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2"
 
 
 def check_best_metric(args: TrainingArguments, evaluated: Any) -> None:
-    """Raises ValueError where the metric that chooses the best checkpoint, or that a schedule
-    reads, is of none of several evaluation sets, whose metrics begin with their names."""
+    """Raises ValueError where ``evaluated`` is a dict of evaluation sets, and the metric that
+    chooses the best checkpoint, or that a schedule reads, begins with the name of none of them."""
     reads = args.load_best_model_at_end or args.lr_scheduler_type in SCHEDULES_BY_METRIC
     if not reads or not isinstance(evaluated, dict) or not evaluated:
         return

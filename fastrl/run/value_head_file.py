@@ -1,4 +1,4 @@
-"""The file of a value head, beside the language model's weights, which other libraries load."""
+"""The file of a value head: other libraries load the language model's weights beside it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 
 
 def forget_index(folder: Path) -> None:
-    """Removes the index of an earlier model's shards, which transformers leaves, before a whole
-    model is saved."""
+    """Removes the index of an earlier model's shards from a folder where a whole model will be
+    saved: transformers leaves the index there."""
     (folder / INDEX_NAME).unlink(missing_ok=True)
 
 
 def write_value_head(folder: Path, head: dict[str, Tensor], *, of_adapter: bool) -> None:
-    """Writes a value head beside weights just saved, or removes the one of an earlier save.
+    """Writes a value head beside weights just saved, or removes the head of an earlier save. With a
+    head, a whole model in one file gets an index of its weights, which leaves the head out.
 
     Args:
         head: the head's weights, whose names begin with :data:`HEAD_PREFIX`; {} for no head.
@@ -32,7 +33,7 @@ def write_value_head(folder: Path, head: dict[str, Tensor], *, of_adapter: bool)
     """
     weights, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
     if head:
-        from safetensors.torch import save_file  # this imports torch, which cards do without
+        from safetensors.torch import save_file  # imports torch; model cards are written without
 
         save_file(head, folder / HEAD_NAME, metadata={"format": "pt"})
     else:
@@ -55,7 +56,7 @@ def write_value_head(folder: Path, head: dict[str, Tensor], *, of_adapter: bool)
 
 
 def _sizes(file: Path) -> dict[str, int]:
-    """The bytes of each tensor in a safetensors file, from its header."""
+    """The size of each tensor in a safetensors file, in bytes, from the file's header."""
     with file.open("rb") as content:
         header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
     header.pop("__metadata__", None)

@@ -21,10 +21,10 @@ class Alias(NamedTuple):
     """Another name of a setting.
 
     Attributes:
-        setting: its own name; "a.b" is the key b of the JSON setting a; "": none has this meaning.
+        setting: the setting's own name; "a.b" is the key b of the JSON setting a; "": no setting.
         remedy: what to set in place of a name that is refused.
-        where: values of other settings, by their names, beside which the name is refused.
-        values: the setting's values by the name's, where these differ; None: nothing is set.
+        where: values of settings, by their own names, beside which the other name is refused.
+        values: maps the other name's values to the setting's, if they differ; None: sets nothing.
     """
 
     setting: str
@@ -191,7 +191,7 @@ def aliases_of(command: str, method: str | None = None) -> dict[str, Alias]:
     """The aliases that a command takes beside its settings' own names.
 
     Args:
-        method: the command that a plan is made for.
+        method: the command that a plan is made for; None: ppo.
     """
     if command == "plan":
         return {**_ALIASES[method or "ppo"], **_PLANS}
@@ -218,7 +218,8 @@ class Words:
         self._refused: list[tuple[str, Alias]] = []
 
     def read(self, words: Sequence[str], place: str = "--") -> list[str]:
-        """Rewrites one source's words with settings' own names, but for keys of JSON settings.
+        """Returns the words of the command line, or of one file, with settings' own names for
+        aliases; aliases of keys of JSON settings are left out, for :meth:`objects`.
 
         Args:
             place: what stands before a name in errors.
@@ -276,11 +277,7 @@ class Words:
             yield f"--{setting}={json.dumps(whole)}"
 
     def check(self, parsed: Sequence[Any]) -> None:
-        """Checks aliases that are refused beside some values of other settings.
-
-        Raises:
-            ValueError: an alias that is refused beside a setting's value.
-        """
+        """Raises ValueError for an alias that is refused beside a setting's value in ``parsed``."""
         for shown, alias in self._refused:
             for name, value in alias.where.items():
                 owner = next(x for x in parsed if hasattr(x, name.partition(".")[0]))

@@ -115,7 +115,7 @@ class AlignJob(FitJob):
         if self.task is None:
             self.task = self._usual_task()
         loss = self.make_loss()
-        loss.check(self.learning_task, 2 * loss.minibatches_per_batch)  # the size is checked later
+        loss.check(self.learning_task, 2 * loss.minibatches_per_batch)  # batch size: checked later
         parse_json("reweighter_args", self.reweighter_args)
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, reader in _READ_WITH.items():
@@ -211,7 +211,7 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 
 
 def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
-    """Trains, saves and reports; returns what ``summary.json`` holds."""
+    """Trains, saves and reports; returns what :func:`fit` does."""
     with job.claimed(flags) as folder:
         trainer = make_trainer(job, flags)
         loss = trainer.loss.name

@@ -97,7 +97,7 @@ class Chat:
         self.turns = [{"role": "system", "content": system}] if system else []
 
     def answer(self, line: str) -> None:
-        """Prints the reply to a line while it is written; keeps both as turns of a chat."""
+        """Prints the reply to a line as it is written; with a chat template keeps both as turns."""
         import torch
         from transformers import GenerationConfig, TextStreamer
 

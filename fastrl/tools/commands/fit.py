@@ -85,18 +85,18 @@ class FitJob(TrainingJob):
         return (shuffled.select(range(count, len(table))), shuffled.select(range(count)))
 
     def loading(self, flags: Any) -> dict[str, Any]:
-        """``from_pretrained``'s options for the model, those of ``--model-init-kwargs`` last."""
+        """``from_pretrained``'s options for the model; those of ``--model-init-kwargs`` win."""
         trust = {"trust_remote_code": flags.trust_remote_code}  # else transformers would ask
         return {**self.model_options(), **trust, **(flags.model_init_kwargs or {})}
 
     @contextmanager
     def claimed(self, flags: Any) -> Iterator[RunFolder]:
-        """Context in which this run alone has its folder, which it yields; loads come after."""
+        """Context that yields the run's folder, claimed for this run; checks ``flags`` before."""
         flags.check()
         folder = RunFolder(self.output, {"command": self.command})
         resume = flags.resume_from_checkpoint
         with folder_claimed(folder, resume, self.overwrite):
-            if resume and process_count() == 1:  # several processes share the work later
+            if resume and process_count() == 1:  # several processes share the check later
                 find_trainer_checkpoint(resume, Checkpoints(folder.checkpoints))
             yield folder
 
@@ -180,7 +180,7 @@ class CommandFlags:
     resume_from_checkpoint: str | None = resume_setting(aliases=["--resume"])
 
     def check(self) -> None:
-        """Raises ValueError for steps out of range or an unknown tracker, and ImportError for a
+        """Raises ValueError for a number out of range or an unknown tracker, and ImportError for a
         tracker that is not installed."""
         args: Any = self
         if args.save_total_limit is not None and args.save_total_limit < 0:
@@ -207,7 +207,8 @@ def fit(
     show: int = 0,
     lengths: Callable[[], tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` holds.
+    """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` holds,
+    but {} in other processes than the main one.
 
     Args:
         folder: the folder that :meth:`FitJob.claimed` yields.

@@ -131,7 +131,7 @@ class TrainingJob:
         return {"job": job, STARTED_IN: os.getcwd()}
 
     def model_options(self) -> dict[str, Any]:
-        """``from_pretrained``'s options for the model; raises what :meth:`check_model` does."""
+        """``from_pretrained``'s options for the model; raises ImportError, or as check_adapter."""
         if self.load_in_4bit is None:  # a saved adapter decides
             return {"dtype": self.dtype}
         if not self.load_in_4bit:
@@ -145,7 +145,7 @@ class TrainingJob:
         return {"dtype": self.dtype, "quantization_config": config}
 
     def check_model(self) -> str:
-        """Checks that the model can be trained, and returns its folder.
+        """Checks that the model can be trained, and returns its folder or Hub id.
 
         Raises:
             FileNotFoundError: a folder without a model.

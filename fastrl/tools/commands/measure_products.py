@@ -1,4 +1,4 @@
-"""Measures the libraries of CPU products, for a table that later processes read."""
+"""Measures the libraries of matrix products on the CPU, for a table that later processes read."""
 
 from __future__ import annotations
 

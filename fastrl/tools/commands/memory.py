@@ -14,7 +14,7 @@ from fastrl.trainers.plan.report import GIB, Plan, gib
 
 
 def longest_text(rows: Any, *columns: str) -> int:
-    """Tokens of the longest text in columns of token ids, for a plan."""
+    """Tokens of the longest text in columns of token ids, at least 2, for a plan."""
     lengths = (len(row[column]) for row in rows for column in columns)
     return max(2, max(lengths, default=2))
 
@@ -29,7 +29,7 @@ class RunMemory:
     """Fits a run's passes to its GPU, and prints the plan of its memory and what was measured.
 
     Args:
-        asked: whether to print the plan; None: on a GPU.
+        asked: whether to print the plan; None: on a GPU. Several processes print none.
         device: the run's device.
         trainer: the trainer to plan; if its plan fails, the error is printed and the run goes on.
         lengths: returns the lengths that the trainer's ``plan`` takes.

@@ -33,7 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_new(arguments: Sequence[str]) -> None:
-    """Writes the folder, all of it or nothing, and prints what to do in it."""
+    """Writes the folder, all of it or nothing, and prints what to do in it; raises UsageError for a
+    name that is taken or not allowed."""
     flags = make_parser().parse_args(list(arguments))
     name: str = flags.name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):

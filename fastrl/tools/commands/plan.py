@@ -55,7 +55,7 @@ def _print_plan(run: PlannedRun) -> None:
 
 
 def _advice(run: PlannedRun, plan: Plan) -> Iterator[str]:
-    """Whether a run fits the GPU, and what can be larger or must change; nothing without a GPU."""
+    """Whether a run fits ``gpu_gib``, and what can be larger or must change; nothing without it."""
     from fastrl.trainers.plan.advice import what_fits, what_to_change
     from fastrl.trainers.plan.report import gib, usable
 

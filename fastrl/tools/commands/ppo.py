@@ -317,7 +317,7 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     from fastrl.tools.commands.memory import RunMemory
     from fastrl.tools.reports.report import finish_training
 
-    if process_count() == 1:  # several processes share the work later
+    if process_count() == 1:  # several processes share the check later
         folder.checkpoint(job.resume)  # raises for a broken checkpoint
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
@@ -415,7 +415,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
 
 def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
-    """Most tokens of a prompt, for a plan: ``max_prompt_tokens``, or else of the first prompts."""
+    """The longest prompt's tokens, for a plan: ``max_prompt_tokens``, or found in the first 256."""
     from fastrl.data.prompt_ids import token_ids
 
     if job.max_prompt_tokens is not None:
@@ -425,7 +425,7 @@ def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
 
 
 def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Rows to train and (or None) to evaluate on, with a column "prompt", and no prompt in both."""
+    """Rows to train on, and rows or None to evaluate on; none share a prompt (column "prompt")."""
 
     def rows_of(source: str) -> Dataset:
         table = load_table(source, job.dataset_split)

@@ -14,7 +14,8 @@ from fastrl.tools.commands.flags import own_parser
 
 def run_push(arguments: Sequence[str]) -> int:
     """Uploads a model or an adapter in one commit; its card gets the repository's name. With
-    ``--dry-run`` prints what would be uploaded, and touches no network."""
+    ``--dry-run`` prints what would be uploaded, and touches no network. Raises FileNotFoundError
+    without a folder, and ValueError for a name that no repository can have."""
     flags = make_parser().parse_args(list(arguments))
     from huggingface_hub.utils import validate_repo_id
 

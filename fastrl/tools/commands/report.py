@@ -53,8 +53,8 @@ def run_report(arguments: Sequence[str]) -> int:
     """Redraws ``report.png`` of each run, writes ``report.html``, and prints results side by side;
     of a single run also samples before and after training.
 
-    The page of one run is written into its folder, that of several, with all of them overlaid in
-    its figures and in a ``report.png`` beside it, into the folder ``report`` next to the first one.
+    The page of one run is written into its folder; that of several, with all of them in its figures
+    and in a ``report.png`` beside it, into ``report`` next to the first; or into ``--output``.
     """
     flags = make_parser().parse_args(list(arguments))
     console, folders = run_console(), []
@@ -80,7 +80,7 @@ def run_report(arguments: Sequence[str]) -> int:
 
 
 def defaults_of(folder: RunFolder) -> dict[str, Any]:
-    """The defaults of the settings in a run's ``run.json``, or a trainer's checkpoint."""
+    """The defaults of a run's settings, by name; {} where its command or trainer is unknown."""
     command = str(folder.config.get("command"))
     module, names = {**COMMANDS, **_CONFIGS}.get(command, ("", ()))[:2]
     kinds = [getattr(importlib.import_module(f"fastrl.{module}"), name) for name in names]

@@ -32,7 +32,7 @@ class RewardFlags(CommandFlags, RewardConfig):
 
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
-    """Trains, saves and reports; returns what ``summary.json`` holds."""
+    """Trains, saves and reports; returns what :func:`fit` does."""
     from fastrl.data.reads_eos import load_from_adapter
     from fastrl.models.load import load_reward_model
     from fastrl.trainers.reward import RewardTrainer

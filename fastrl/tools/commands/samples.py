@@ -136,6 +136,7 @@ def choose(
 
     Args:
         columns: names of the ledger's columns, or "length"; None: all of the ledger's.
+        step, sample: the samples' step, from 1, and their number in a step, from 0; None: all.
         sort: "step": latest first; "reward": highest first; "length": longest first.
 
     Raises:

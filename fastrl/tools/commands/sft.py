@@ -35,7 +35,7 @@ class SFTFlags(CommandFlags, SFTConfig):
 
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
-    """Trains, saves and reports; returns what ``summary.json`` holds."""
+    """Trains, saves and reports; returns what :func:`fit` does."""
     from fastrl.data.collators import DataCollatorForCompletionOnlyLM
     from fastrl.models.load import load_language_model
     from fastrl.trainers.sft import SFTTrainer

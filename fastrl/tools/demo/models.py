@@ -108,7 +108,7 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> Dataset:
 
 
 def _arguments(steps: int, learning_rate: float, folder: RunFolder) -> dict[str, Any]:
-    """A one-cycle schedule without checkpoints."""
+    """Training arguments with a one-cycle schedule and without checkpoints."""
     return {
         "output_dir": str(folder.path),
         "max_steps": steps,

@@ -1,10 +1,9 @@
 """The demo's texts: a small grammar of film reviews, a rule for their polarity, and a labeller.
 
 The grammar makes sentences such as "frankly , this director delivers a clever thriller but the
-ending is never believable .". `polarity` is the rule that says how favourable a sentence is; a
-noisy `labeller` follows it, and the demo's reward classifier is trained on such labels only. The
-rule itself is never the reward: at the end it shows whether the classifier's reward rose because
-the reviews became more favourable.
+ending is never believable .". `polarity` is the rule that says how favourable a sentence is. Noisy
+`preference_pairs` follow it, and from them alone the demo's reward model learns. The rule is never
+the reward: at the end it shows whether the reward rose because reviews became more favourable.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ class Recipe:
 
     @property
     def text(self) -> str:
-        """The file's text."""
         return self.path.read_text(encoding="utf-8")
 
 

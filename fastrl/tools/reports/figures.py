@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 INK, FAINT = "#1F2328", "#D9D9D9"
 DPI = 120
-# In inches: a panel's axes, what is beside them, a row of its legend, and the figure's title.
+# In inches: a panel's axes, their margins, and rows: of a legend, the title, the runs' names.
 WIDTH, HEIGHT = 3.35, 2.3
 LEFT, RIGHT, BELOW, HEADING = 0.82, 0.16, 0.56, 0.44
 LEGEND_ROW, TITLE, RUNS = 0.18, 0.42, 0.24
@@ -182,7 +182,7 @@ def _draw_layer(
 
 def _cut_slow_steps(axes: Axes, points: list[tuple[float, float]]) -> list[Name]:
     """Ends the axis above all but the few slowest steps, such as the first, which would squeeze the
-    others: they get a mark at the edge, and the slowest its time. ``points`` are sorted."""
+    others: they get a mark at the edge, and the slowest its time. ``points``: sorted (s, step)."""
     usual, (slowest, slowest_step) = points[int(0.95 * (len(points) - 1))][0], points[-1]
     if slowest <= 2.5 * usual:
         axes.set_ylim(0, 1.08 * slowest or None)
