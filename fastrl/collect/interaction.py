@@ -61,7 +61,7 @@ class Interaction:
             self._reader = find_reader(tokenizer, template)
 
     def check(self, prompts: Prompts) -> None:
-        """Warns of a column ``tools``, and checks that prompts are chats.
+        """If there are tools or environments, warns of a column ``tools``, and checks the prompts.
 
         Raises:
             ValueError: a prompt that is no chat; names it.

@@ -74,6 +74,7 @@ def note_settings(
     """Records in a ledger what its samples depend on.
 
     Args:
+        settings, generation_kwargs: recorded as far as JSON can hold their values.
         code: hashes of users' functions by which the run learns.
     """
     recorded = recordable(generation_kwargs)
