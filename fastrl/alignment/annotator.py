@@ -24,6 +24,7 @@ class Annotator(Protocol):
     responses, a list of B values each.
 
     Prompts and responses are texts; where the data's prompts are chats, both are lists of messages.
+    An annotator whose ``wants_finished`` is True also gets ``finished``, see :func:`ask_scores`.
     """
 
     def score(

@@ -36,7 +36,7 @@ class Batch(dict[str, Any]):
         rollout: what the engine returned, the responses to a prompt one after the other; None for
             responses from the data.
         scores: the annotator's scores of the responses, B numbers per generation; None where it
-            only compares them.
+            gave none, and for responses from the data.
         tokens: the padded model inputs, once they have been made.
         experience: log-probs, values and advantages for a policy-gradient update, once they have
             been computed.

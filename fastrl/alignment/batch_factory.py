@@ -47,8 +47,8 @@ class BatchFactory:
 
     Raises:
         ValueError: an unknown task; an online task without an annotator, or an offline one with
-            one; sizes below 1; data that the task cannot use; online, a column with the name of an
-            annotator's argument.
+            one; sizes below 1; a seed out of range; data that the task cannot use; online, a column
+            with the name of an annotator's argument.
         TypeError: a size, seed or truth value of another type.
     """
 

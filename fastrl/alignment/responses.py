@@ -90,7 +90,7 @@ def compare_responses(
     annotator: Any, examples: Sequence[Example]
 ) -> tuple[list[Example], list[list[float]] | None]:
     """Returns the examples, of two responses each, with the annotator's preferences as rewards; and
-    its scores of the first and of the second responses, or None if it compares without scores.
+    its scores of the first and of the second responses, or None if it gave no scores.
 
     The first response has the preference p in [0, 1] as its reward, the second 1 - p; both have 0.5
     where the annotator has no opinion, which also sets their weights to 0.

@@ -48,8 +48,8 @@ def as_texts(
     prompts: Sequence[Tensor],
     responses: Sequence[Tensor],
 ) -> list[str]:
-    """Decodes responses: behind a text, as its continuation; behind a chat, whose template writes
-    what is between messages, as a text of its own.
+    """Decodes responses: to a text, as its continuation; to a chat, whose template writes what is
+    between messages, as a text of its own.
 
     Args:
         decode: returns a response's text, from prompt and response ids.

@@ -25,7 +25,7 @@ class LossOutput(NamedTuple):
     """The loss of a batch, and the metrics to log."""
 
     loss: Tensor  # 0-d fp32, with the samples' weights in it
-    metrics: dict[str, Tensor]  # detached; [B] where they are per sample, else 0-d
+    metrics: dict[str, Tensor]  # detached; 1-D where they are of samples, else 0-d
 
 
 @dataclass(frozen=True)
