@@ -86,7 +86,7 @@ class Interaction:
         temperature: float,
         longest: int | None = None,
     ) -> Respond:
-        """Makes what answers prompts.
+        """Makes the object that answers prompts.
 
         Args:
             sampled: writes the policy's turns.

@@ -19,7 +19,7 @@ NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
 
 
 class GenerationLedger:
-    """Rows in the folder ``ledger`` of a run, a step for each generation, kept by its main process.
+    """Rows in the folder ``ledger`` of a run, a step for each generation, kept by the main process.
 
     Args:
         folder: the run's folder.
