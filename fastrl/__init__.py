@@ -124,8 +124,8 @@ def _is_not_about(what: str, record: logging.LogRecord) -> bool:
 
 
 # On some CPUs bitsandbytes, at its import, looks on the Hub for a faster forward, and warns if that
-# is missing or cannot be trusted; it has no gradient, and fastrl never runs it. The filters are set
-# here, before transformers is imported, which imports PEFT, which imports bitsandbytes.
+# is missing or cannot be trusted. That forward has no gradient, and fastrl never runs it. The
+# filters are set before transformers is imported, which imports PEFT, and PEFT bitsandbytes.
 for _name, _said in (
     ("bitsandbytes.backends.cpu.ops", "gemm_4bit_forward"),
     ("kernels.hf_hub", "kernels-community/quantization-bitsandbytes"),
@@ -225,7 +225,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = ["__version__", "alignment", "core", "patch", *_HOME_OF]
 
-if not TYPE_CHECKING:  # or a type checker would accept any name
+if not TYPE_CHECKING:  # a type checker that saw this would accept any name
 
     def __getattr__(name: str) -> object:
         if f"fastrl.{name}" in _HOMES or new_name(f"fastrl.{name}"):

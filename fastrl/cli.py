@@ -60,13 +60,13 @@ bug in fastrl; 2 an error in the input, or in a function that it names; 130, 143
 stopped by Ctrl-C, SIGTERM
 """
 
-# Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
+# Errors of the user's input, which are printed as one line.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 # Progress bars of libraries are of little use in a file; those of runs stay.
 _NO_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 # Environment variables of all processes but the main one.
 _QUIET = {**_NO_BARS, "TRANSFORMERS_VERBOSITY": "error"}
-# Errors are known by name, since torch may not be imported.
+# Further errors that are printed so, by their names: torch, say, may not be imported.
 _ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "PeerFailed")
 
 
@@ -85,8 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        the exit status: 0, 1 if a goal was missed or a run is ill, 2 after an error of the user,
-        130 after Ctrl-C, 141 if a pager closed the output, 143 after SIGTERM. A bug is raised.
+        the exit status: 0; 1 if a goal was missed, a run is ill, a replay differs, or a program
+        cannot be migrated; 2 after an error of the user, 130 after Ctrl-C, 141 if a pager closed
+        the output, 143 after SIGTERM; that of the program of ``run-trl``. A bug is raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_messages_to_the_main_process() -> None:
-    """Silences this process's warnings, and bars and notices of libraries imported later."""
+    """Silences this process's UserWarnings, and bars and notices of libraries imported later."""
     warnings.simplefilter("ignore", UserWarning)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)

@@ -20,10 +20,11 @@ RESERVED = (*REWARD_ARGUMENTS, "responses", "firsts", "seconds", "finished")
 
 @runtime_checkable
 class Annotator(Protocol):
-    """Judges responses. ``columns`` are the data's columns beside prompts and responses, a list of
-    B values each.
+    """Judges B responses or pairs. ``columns`` are the data's columns beside prompts and
+    responses, a list of B values each.
 
     Prompts and responses are texts; where the data's prompts are chats, both are lists of messages.
+    An annotator whose ``wants_finished`` is True also gets ``finished``, see :func:`ask_scores`.
     """
 
     def score(
@@ -39,7 +40,7 @@ class Annotator(Protocol):
         **columns: Any,
     ) -> list[float | None]:
         """Returns B numbers: 1.0 where the first response is better, 0.0 where the second is, 0.5
-        for a tie, or anything between; None leaves the pair out."""
+        for a tie, or anything between; None, for no opinion, gives the pair weight 0."""
 
     def statistics(self) -> dict[str, float]:
         """Returns counts since the last call, under names such as "annotator/ties"."""
@@ -59,7 +60,7 @@ def ask_scores(
             ``wants_finished``.
 
     Raises:
-        ValueError: not B finite numbers, named by their index; a column of a name in ``RESERVED``.
+        ValueError: the annotator does not return B finite numbers; a column of a reserved name.
     """
     keywords = _checked_copy(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
@@ -82,8 +83,8 @@ def ask_preferences(
         finished: whether each first and each second response has ended, as in :func:`ask_scores`.
 
     Raises:
-        ValueError: not B numbers in [0, 1] or None, named by their index; a column of a name in
-            ``RESERVED``.
+        ValueError: the annotator does not return B numbers in [0, 1] or None; a column of a
+            reserved name.
     """
     keywords = _checked_copy(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
@@ -108,7 +109,8 @@ class RewardAnnotator:
         tokenizer: makes ``completion_ids``; needed only by reward functions that take them.
 
     Attributes:
-        last_scores: the last comparison's rewards of first and of second responses; None before.
+        last_scores: the rewards of the first and of the second responses of the last comparison;
+            None before a comparison.
     """
 
     def __init__(self, reward: RewardFunctions | Rewards, tokenizer: Any = None):
@@ -179,7 +181,7 @@ def load_annotator(
     """Returns the annotator for the reward function that a command line names.
 
     Args:
-        name, label, batch_size: passed to :func:`fastrl.rewards.functions.load_reward`.
+        name, label, batch_size: see :func:`fastrl.rewards.functions.load_reward`, which may raise.
         tokenizer: for functions that take ``completion_ids``.
     """
     return RewardAnnotator(load_reward(name, label=label, batch_size=batch_size), tokenizer)

@@ -26,7 +26,7 @@ class AlignmentConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     of samples.
 
     Raises:
-        ValueError: an unknown ``reference``; a setting of transformers that would not act, with
+        ValueError: an unknown ``reference``; a setting of transformers that is not supported, with
             what to use in its place.
     """
 

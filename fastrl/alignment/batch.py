@@ -24,10 +24,11 @@ class Batch(dict[str, Any]):
     the left. For i = 1, and 2 where there are pairs: ``generation{i}``: B texts, prompt and
     response; ``generation{i}_response_only``: B texts; ``generation{i}_token_ids``,
     ``generation{i}_attention_mask``: [B, T] int64, prompt and response, padded on the right;
-    ``generation{i}_reward``: [B] fp32, or None; ``generation{i}_weight``: [B] fp32.
+    ``generation{i}_reward``: [B] fp32, None without rewards; ``generation{i}_weight``: [B] fp32.
 
     Args:
         examples: each with one or two responses.
+        pad_token_id: fills up rows of token ids; None: 0 does.
 
     Attributes:
         rollout_logprobs: log-probs of the responses' tokens when they were sampled, a list of B
@@ -35,7 +36,7 @@ class Batch(dict[str, Any]):
         rollout: what the engine returned, the responses to a prompt one after the other; None for
             responses from the data.
         scores: the annotator's scores of the responses, B numbers per generation; None where it
-            only compares them.
+            gave none, and for responses from the data.
         tokens: the padded model inputs, once they have been made.
         experience: log-probs, values and advantages for a policy-gradient update, once they have
             been computed.
@@ -196,8 +197,8 @@ class Batch(dict[str, Any]):
         return part
 
     def mismatched(self) -> Batch:
-        """Returns every prompt with the first response to the next prompt, over all processes'
-        samples; the last prompt with the first response to the first prompt."""
+        """Returns this batch's prompts, each with the first response to the next prompt among the
+        samples of all processes; the first prompt comes behind the last."""
         examples = self.whole.examples
         following = [examples[(i + 1) % len(examples)] for i in self.places] or self.examples
         return Batch(

@@ -34,7 +34,7 @@ class BatchFactory:
 
     Args:
         task: a name in ``fastrl.alignment.TASKS``.
-        data: a :class:`DatasLoader` of the examples that the task needs, or of richer ones.
+        data: a :class:`DatasLoader` with the columns that the examples of the task need.
         batch_size: samples per batch and process.
         epochs: how many times all examples are used.
         examples: in place of ``epochs``, how many samples to make, over all processes.
@@ -42,13 +42,13 @@ class BatchFactory:
         params: how the policy samples; the task sets ``n``.
         engine: generates the responses of online tasks, such as :class:`fastrl.RolloutEngine`;
             None: a trainer makes one.
-        seed: seeds the order.
+        seed: seeds the order, what losses draw, and the responses of evaluations.
         shuffle: False keeps the data's order.
 
     Raises:
         ValueError: an unknown task; an online task without an annotator, or an offline one with
-            one; sizes below 1; data that the task cannot use; online, a column with the name of an
-            annotator's argument.
+            one; sizes below 1; a seed out of range; data that the task cannot use; online, a column
+            with the name of an annotator's argument.
         TypeError: a size, seed or truth value of another type.
     """
 
@@ -107,7 +107,7 @@ class BatchFactory:
 
     def _settle_lengths(self) -> None:
         if self.task.data == PAIRS and not self.task.rewards:
-            self.data = self.data.uncut()  # a reward model is scored on whole texts
+            self.data = self.data.uncut()  # a reward model reads whole texts
         else:
             self.data.warn_of_cuts()
 
@@ -137,7 +137,7 @@ class BatchFactory:
 
     def share(self, rank: int, world: int) -> None:
         """Makes this factory yield the shares of process ``rank`` of ``world``: together the
-        processes make the batches, of ``world`` × ``batch_size`` samples, that one would make."""
+        processes make the batches that one process with ``world`` × ``batch_size`` would make."""
         self.rank, self.world = rank, world
         if self.sampler is not None:
             self.sampler.process = rank
@@ -159,7 +159,7 @@ class BatchFactory:
         return self.take(len(self))
 
     def take(self, count: int) -> Iterator[Batch]:
-        """Yields the next ``count`` batches; fewer where an offline factory has made ``examples``.
+        """Yields the next ``count`` batches; fewer where an offline one has made its ``examples``.
 
         Raises:
             ValueError: an online task without an engine.
@@ -175,8 +175,8 @@ class BatchFactory:
         yield from map(self.share_of, itertools.islice(self._chunks(), len(self)))
 
     def sizes(self, *, together: bool) -> Iterator[int]:
-        """Yields the tokens of each example's prompt with the longest of its responses, or
-        ``together`` with all; responses of online tasks count as long as they may become."""
+        """Yields the number of tokens of each example's prompt with its longest response, or, if
+        ``together``, with all; responses of online tasks count as long as they may become."""
         longest = self.params.longest if self.task.online else 0
         for example in self.data:
             if self.task.online:

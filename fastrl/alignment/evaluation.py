@@ -48,7 +48,8 @@ class OfflineEvaluation:
 
 
 def taken(means: MetricMeans, processes: Processes, sem_of: Sequence[str] = ()) -> dict[str, float]:
-    """Takes the means from ``means``; returns by name those that have a number."""
+    """Takes the means from ``means``, and the standard errors of the metrics ``sem_of``; returns by
+    name those that have a number."""
     measured = means.take(processes, sem_of)
     return {name: value for name, value in sorted(measured.items()) if value is not None}
 
@@ -72,7 +73,7 @@ class OnlineEvaluation:
     def __call__(self, policy: Any, reference: Any) -> dict[str, float]:
         with self.processes.shared_work():
             judged_here = self._judge()
-            # Read here, else the next batch that is learned from would have these counts, too.
+            # The counts are read here, or the next batch learned from would have them, too.
             counts = self.factory.annotator.statistics()
         parts = self.processes.objects((judged_here, counts))
         judged = sorted(row for rows, _ in parts for row in rows)
@@ -94,7 +95,7 @@ class OnlineEvaluation:
         return self.factory.task.generations == 1 or hasattr(self.factory.annotator, "last_scores")
 
     def _judge(self) -> list[tuple[int, str, str, float]]:
-        """Judges responses to this process's examples: index, prompt, response and reward."""
+        """Judges this process's share; returns each example's index, prompt, response, reward."""
         judged: list[tuple[int, str, str, float]] = []
         sampler, annotator = self.factory.sampler, self.factory.annotator
         assert sampler is not None
@@ -103,7 +104,7 @@ class OnlineEvaluation:
             if not ids:
                 continue
             examples = [self.factory.data[i] for i in ids]
-            # Keyed by index, an example's random numbers are the same however many processes run.
+            # A RolloutEngine keys draws by index: they are the same however many processes run.
             sampled, _ = sampler(examples, 1, self.factory.seed, ids)
             prompts, answers = prompts_of(examples), answers_of(sampled)
             columns = columns_of(examples)

@@ -45,11 +45,6 @@ from fastrl.trainers.supervised import load_if_path
 class RewardLearner:
     """Prepares, saves and loads a sequence classifier with one label, and shows it to the loss, as
     :class:`PolicyLearner` does; there is no reference model.
-
-    Args:
-        args: the trainer's settings.
-        loss: the trainer's loss.
-        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, args: AlignmentConfig, loss: Loss, tokenizer: Any):
@@ -128,12 +123,6 @@ class RewardLearner:
 class PolicyLearner:
     """Prepares, saves and loads a causal language model, with a value head if the loss trains one,
     and shows it and its reference model to the loss.
-
-    Args:
-        args: the trainer's settings.
-        loss: the trainer's loss.
-        task: the task of the batches.
-        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):

@@ -26,9 +26,9 @@ class Tokens:
     generation 1 first.
 
     Args:
-        batches: pads for the model and its tokenizer.
+        batches: makes a model's inputs from prompts and responses.
         device: the models' device.
-        reference: the reference model; what layers that it shares with the policy return is cached.
+        reference: the reference model; outputs of layers that it shares with the policy are cached.
         most: the most tokens of a forward pass; None: no limit.
     """
 
@@ -70,7 +70,7 @@ class TrainedPolicy:
         model: the model as accelerate has wrapped it.
         tokens: makes the model's inputs.
         processes: the processes that train the model together.
-        passes: runs a batch's forward passes, so that gradients can follow.
+        passes: runs a batch's forward passes, and keeps what their gradients need.
     """
 
     def __init__(self, model: nn.Module, tokens: Tokens, passes: DeferredGradients):
@@ -158,7 +158,7 @@ class CachedReference:
         """Returns the responses' log-probs, one side per generation.
 
         Raises:
-            ValueError: a prompt with a response that :meth:`learn` has not had.
+            ValueError: a response, with its prompt, that was in no batch of :meth:`learn`.
         """
         try:
             rows = [[self._known[key] for key in _keys(batch, i)] for i in range(batch.size)]
@@ -182,11 +182,11 @@ class RewardModel:
     Attributes:
         model: the classifier as accelerate has wrapped it.
         device: the classifier's device.
-        padding_free: whether batches run without padding, and what all generations of a prompt
-            begin with runs once.
+        padding_free: whether batches run without padding; then the beginning that the generations
+            of a prompt share runs once.
         padded_on: the side of padding where batches are padded, see
             :func:`fastrl.data.choose_padding.classifier_side`.
-        passes: runs a batch's forward passes, so that gradients can follow.
+        passes: runs a batch's forward passes, and keeps what their gradients need.
         most: the most tokens of a forward pass; None: no limit.
     """
 
@@ -249,7 +249,7 @@ def response_logprobs(
 
     Args:
         score: scores tokens by the model.
-        passes: runs the forward passes, so that gradients can follow; None where none shall.
+        passes: runs the forward passes, and keeps what their gradients need; None: no gradients.
     """
     tokens = make_tokens(batch)
 

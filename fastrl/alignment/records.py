@@ -79,7 +79,7 @@ def joined_at_main(samples: Samples | None, processes: Processes) -> Samples | N
 
 
 def deciding(factory: BatchFactory, loss: Loss) -> dict[str, Any]:
-    """The task, the loss and the batch size of all processes: with them a replay must agree."""
+    """The task, the loss and the batch size of all processes, which a replay must have, too."""
     size = factory.batch_size * factory.world
     return {"task": factory.task.name, "loss": repr(loss), "batch_size": size}
 

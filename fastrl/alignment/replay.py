@@ -81,7 +81,7 @@ class _BatchWalk(LoopWalk):
     def _draw(
         self, examples: Sequence[Example], ids: Sequence[int] | None, rows: list[dict[str, Any]]
     ) -> None:
-        """Draws the responses to the examples again, into ``samples``."""
+        """Draws the responses again, and sets ``samples`` to their comparison with ``rows``."""
         factory, first = self.trainer.factory, rows[0]
         if first["slots"]:
             factory.sampler.engine.reserve(first["slots"], first["slot_length"])

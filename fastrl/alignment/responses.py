@@ -44,7 +44,7 @@ class ResponseSampler:
         sequences follow the examples' order.
 
         Args:
-            seed: seeds the draws; None takes a seed from torch's generator.
+            seed: seeds the draws; None: the seed of ``params`` does, or one from torch's generator.
             ids: the examples' numbers, which with the seed determine the draws.
         """
         prompts = [torch.tensor(example.prompt_ids) for example in examples]
@@ -52,7 +52,7 @@ class ResponseSampler:
         if seed is not None:
             params = replace(params, seed=seed)
         if self.process and params.seed is not None and isinstance(self.engine, GenerateEngine):
-            params = replace(params, seed=params.seed ^ self.process)  # its draws ignore the ids
+            params = replace(params, seed=params.seed ^ self.process)  # the engine ignores ids
         output = self.engine.generate(prompts, params, ids)
         self.stats = output.stats
         responses = [
@@ -90,10 +90,10 @@ def compare_responses(
     annotator: Any, examples: Sequence[Example]
 ) -> tuple[list[Example], list[list[float]] | None]:
     """Returns the examples, of two responses each, with the annotator's preferences as rewards; and
-    its scores of the first and of the second responses, or None if it compares without scores.
+    its scores of the first and of the second responses, or None if it gave no scores.
 
-    The preferred response has reward 1.0, the other 0.0; both have 0.5 in a tie, and where the
-    annotator has no opinion, which also sets their weights to 0.
+    The first response has the preference p in [0, 1] as its reward, the second 1 - p; both have 0.5
+    where the annotator has no opinion, which also sets their weights to 0.
     """
     judged = [replace(e, rewards=(0.5, 0.5), weights=(1.0, 1.0)) for e in examples]
     # Two equal responses need no judge.
@@ -129,7 +129,7 @@ def prompts_of(examples: Sequence[Example]) -> list[TextOrMessages]:
 
 
 def answers_of(examples: Sequence[Example], i: int = 0) -> list[TextOrMessages]:
-    """The examples' responses ``i``, 0 or 1, as annotators get them: messages where prompts are."""
+    """The examples' responses ``i``, 0 or 1: texts, or lists of messages where prompts are."""
     return [as_answer(example.said, example.responses[i].text) for example in examples]
 
 

@@ -183,7 +183,7 @@ class ByImportance:
 
 
 class ByFunction:
-    """Weights from a function of the batch, which returns B numbers, for every generation, or a
+    """Weights from a function of the batch, which returns B numbers for all generations, or a
     tuple with B numbers per generation; a call raises ValueError where it does neither."""
 
     def __init__(self, function: Callable[[Batch], Any]):

@@ -12,7 +12,7 @@ class Task:
     """A task, one of :data:`TASKS`.
 
     Attributes:
-        data: the kind of examples that it needs.
+        data: the kind of examples that it needs, one of ``fastrl.data.columns.KINDS``.
         generations: responses per prompt in a batch.
         online: whether the policy generates the responses and an annotator judges them; else both
             come from the data.

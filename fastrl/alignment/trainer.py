@@ -185,7 +185,7 @@ class Trainer(BaseTrainer):
                 factory.limit(limit)
 
     def _check_passes(self, most: int) -> None:
-        """Raises ValueError for an example that no pass can hold, or a loss without passes."""
+        """Raises ValueError for an example that no pass can hold, or a loss with a ``backward``."""
         if self.loss.backward is not None:
             raise ValueError(
                 f"micro_batch_tokens is not for the loss {self.loss.name}, which computes its "
@@ -218,7 +218,7 @@ class Trainer(BaseTrainer):
 
     def _made(self, count: int) -> Iterator[Batch]:
         """Yields this process's share of the next ``count`` batches, which all processes make
-        together; the draws do not depend on the number of processes."""
+        together; a RolloutEngine's draws do not depend on the number of processes."""
         batches = self.factory.take(count)
         for _ in range(count):
             self.factory.draws = seed_at(self.args.seed, "responses", self.factory.taken)
@@ -261,8 +261,9 @@ class Trainer(BaseTrainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Computes the gradient of a mini-batch, and returns its loss; a loss with ``backward``
-        computes that of all mini-batches of an optimizer step, at the last, and is 0 before."""
+        """Computes the gradient of a mini-batch, and returns its loss. With a loss that has a
+        ``backward``, an optimizer step's last mini-batch gets the gradient of all; the others get
+        none, and return 0."""
         if self.loss.backward is None:
             loss = super().training_step(model, inputs, num_items_in_batch)
             if self._deferred.pending:
@@ -390,7 +391,7 @@ class Trainer(BaseTrainer):
         weights = weights_of([batch.total for batch in batches])
         for batch, weight in zip(batches, weights, strict=False):  # no weights for equal sizes
             batch.weight_in_step = weight
-        self.run_place().note_draws()  # restored behind the first batch, which draws here
+        self.run_place().note_draws()  # restore_draws() keeps what these batches drew
         return batches, items
 
     @property
@@ -415,7 +416,7 @@ class Trainer(BaseTrainer):
         }
 
     def samples_of_all(self) -> tuple[int, str]:
-        # KTO, PPO and reweighters look at a batch as a whole, however many an optimizer step has.
+        # KTO, PPO and reweighters look at one batch as a whole, also where a step has several.
         return self.factory.batch_size * self.factory.world, "batch_size × processes"
 
     def own_settings(self) -> dict[str, Any]:

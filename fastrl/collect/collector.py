@@ -16,7 +16,7 @@ from fastrl.rewards.weighted import RewardBatch
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
 
-Judge = Callable[..., RewardBatch]  # as fastrl.rewards.weighted.Rewards is called
+Judge = Callable[..., RewardBatch]  # is called as fastrl.rewards.weighted.Rewards is
 
 
 class Collector:
@@ -26,7 +26,7 @@ class Collector:
         respond: writes the responses.
         rewards: judges the responses, except those that ended in NaN logits.
         ready: makes the context in which sampling does not wait for other processes.
-        nonfinite: handles NaN logits.
+        nonfinite: raises or warns where responses ended in NaN logits.
         also: returns what reward functions get beside a data set's columns.
         noted: returns the columns that reward functions noted since its last call.
     """
@@ -47,7 +47,7 @@ class Collector:
         self.also, self.noted = also, noted
 
     def __call__(self, asked: Asked) -> Samples | None:
-        """Returns this process's responses and rewards, None without prompts; all take part."""
+        """This process's responses and rewards; None without prompts. All processes call it."""
         # ready() waits for all processes: it comes first, as shared work may be broken off.
         with self.ready(), self.processes.shared_work():
             if not len(asked.prompts):
@@ -110,7 +110,7 @@ class Collector:
         seed: int,
     ) -> tuple[Samples, dict[int, int], dict[str, float]]:
         """Replaces groups without a spread of scores by groups of new prompts; returns what
-        :class:`fastrl.learn.dynamic_sampling.DynamicSampling` does.
+        a call of :class:`fastrl.learn.dynamic_sampling.DynamicSampling` does.
 
         Args:
             groups: the number of groups of all processes.

@@ -16,7 +16,7 @@ from fastrl.run.terminal import plain, run_console
 
 _TEXTS = {"prompt": 2, "completion": 4}  # the columns of texts, and their shares of a line
 _LINES = 6  # about how many lines the longest text in the table has
-_NAME, _LONGEST = 9, 20  # a number's column: at least so much of its name, at most this width
+_NAME, _LONGEST = 9, 20  # characters of a column of numbers: of its name at least, and at most
 
 
 def _as_column(values: Iterable[Any]) -> list[Any]:
@@ -125,8 +125,7 @@ class CompletionsTable(dict):
 
     def show(self, step: int, most: int | None) -> None:
         """Prints ``most`` responses, or all, in a table as wide as the terminal, texts in a few
-        lines; a prompt's second one only beside a first one of every prompt; nothing if all is old.
-        """
+        lines; second ones to a prompt are chosen last. An unchanged table is not printed."""
         from rich import box
         from rich.table import Table
 

@@ -23,8 +23,8 @@ class Environments:
     """Makes environments, one for each response of a batch, and resets them for the next.
 
     Methods without an underscore in front are tools, but for ``reset`` and ``get_reward``.
-    ``reset`` gets a row's columns as keywords; the text that it returns stands behind the row's
-    last message, and None adds nothing. ``get_reward`` is called behind each response and returns a
+    ``reset`` gets a row's columns as keywords; the text that it returns is added to the row's
+    last message, and None adds nothing. ``get_reward`` is called after each response and returns a
     number or None: it is a reward function of weight 1, by the name of the class. Both may be
     ``async def``.
 
@@ -188,7 +188,7 @@ def _with(prompt: Sequence[dict[str, Any]], observation: Any, kind: str) -> list
 
 
 def _reward_of(kind: type) -> Callable[..., Any]:
-    """Makes the reward function of a class of environments; None for responses in others."""
+    """Makes the reward function of a class of environments; it returns None for other responses."""
     method: Callable[..., Any] = kind.get_reward  # type: ignore[attr-defined]
 
     def places_of_kind(environments: Sequence[Any]) -> list[int]:

@@ -61,7 +61,7 @@ class Interaction:
             self._reader = find_reader(tokenizer, template)
 
     def check(self, prompts: Prompts) -> None:
-        """Warns of a column ``tools``, and checks that prompts are chats.
+        """If there are tools or environments, warns of a column ``tools``, and checks the prompts.
 
         Raises:
             ValueError: a prompt that is no chat; names it.
@@ -86,7 +86,7 @@ class Interaction:
         temperature: float,
         longest: int | None = None,
     ) -> Respond:
-        """Makes what answers prompts.
+        """Makes the object that answers prompts.
 
         Args:
             sampled: writes the policy's turns.

@@ -19,7 +19,7 @@ NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
 
 
 class GenerationLedger:
-    """Rows in the folder ``ledger`` of a run, a step for each generation, kept by its main process.
+    """Rows in the folder ``ledger`` of a run, a step for each generation, kept by the main process.
 
     Args:
         folder: the run's folder.
@@ -74,6 +74,7 @@ def note_settings(
     """Records in a ledger what its samples depend on.
 
     Args:
+        settings, generation_kwargs: recorded as far as JSON can hold their values.
         code: hashes of users' functions by which the run learns.
     """
     recorded = recordable(generation_kwargs)

@@ -48,8 +48,8 @@ def as_texts(
     prompts: Sequence[Tensor],
     responses: Sequence[Tensor],
 ) -> list[str]:
-    """Decodes responses: behind a text, as its continuation; behind a chat, whose template writes
-    what is between messages, as a text of its own.
+    """Decodes responses: to a text, as its continuation; to a chat, whose template writes what is
+    between messages, as a text of its own.
 
     Args:
         decode: returns a response's text, from prompt and response ids.
@@ -75,7 +75,7 @@ class Sampled:
     arguments: Mapping[str, Any]
     decode: Callable[[Tensor, Tensor], str]
     encode: Callable[[Samples], Samples] | None = None
-    batch_size: int | None = None  # prompts per call of ``model.generate``; None: all
+    batch_size: int | None = None  # responses per call of ``model.generate``; None: all
 
     keeps_prompts = True
 
@@ -97,7 +97,7 @@ class Sampled:
     def sample(
         self, prompts: Sequence[Tensor], size: int, keys: Sequence[int], seed: int
     ) -> Samples:
-        """Samples a response to each prompt; the arguments are fields of :class:`Asked`."""
+        """Samples a response to each prompt's ids; the others are fields of :class:`Asked`."""
         samples = samples_per_prompt(prompts, size)
         ids = keys if samples == size else [k * size + j for k in keys for j in range(size)]
         return self._run(prompts[::samples], ids, seed, samples=samples)
@@ -222,7 +222,7 @@ class InEnvironments:
     """Answers prompts, each with what the ``reset`` of its environment returned behind it.
 
     Args:
-        respond: answers the prompts that end with these texts.
+        respond: answers the prompts with what was added to them.
         event_loop: makes the event loop for an ``async def reset``.
     """
 

@@ -25,7 +25,7 @@ class LossOutput(NamedTuple):
     """The loss of a batch, and the metrics to log."""
 
     loss: Tensor  # 0-d fp32, with the samples' weights in it
-    metrics: dict[str, Tensor]  # detached; [B] where they are per sample, else 0-d
+    metrics: dict[str, Tensor]  # detached; 1-D where they are of samples, else 0-d
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Loss(ABC):
         backward: ``backward(minibatches, model, accelerator, optimizer)`` leaves the gradient of a
             whole optimizer step in the weights, or none if the step should be skipped; returns the
             mean :class:`LossOutput`, and whether the rest of the batch is to be skipped. The
-            trainer takes the step. None: the gradient is that of :meth:`__call__`, summed.
+            trainer takes the step. None: the trainer computes the gradient of the call.
     """
 
     name: ClassVar[str]
@@ -139,7 +139,8 @@ def register(loss: SomeLoss) -> SomeLoss:
 
 
 def weighted_mean(losses: Tensor, batch: Batch) -> Tensor:
-    """Returns Σ w·ℓ / B; a sample of weight 0 has no gradient, even if its loss is not finite."""
+    """Returns Σ w·ℓ / B, 0-d, from losses ℓ [B] and the batch's weights w; a sample of weight 0 has
+    no gradient, even if its loss is not finite."""
     weights = batch.weights().to(losses.device)
     return torch.where(weights > 0, weights * losses, 0.0).sum() / len(losses)
 

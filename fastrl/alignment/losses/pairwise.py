@@ -26,7 +26,7 @@ class PairwiseLoss(Loss):
     """A loss ℓ(preferred, other) of each pair of responses.
 
     A pair's rewards say which response is preferred: with p the reward of the first, the loss is
-    p·ℓ(first, second) + (1-p)·ℓ(second, first), and p is 1, 0, or ½ for a tie.
+    p·ℓ(first, second) + (1-p)·ℓ(second, first), and p is 1, 0, ½ for a tie, or between.
     """
 
     tasks: ClassVar[tuple[str, ...]] = ("offline-pairwise", "online-pairwise")
@@ -49,7 +49,7 @@ class PairwiseLoss(Loss):
         """The reward that the policy's log-probs imply, [B]; for metrics."""
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
-        # The reference first, while no activations of the policy take memory.
+        # The reference scores first, while no activations of the policy take memory.
         refs = [side.sums for side in reference.logprobs(batch)] if self.compares else (None, None)
         first, second = (
             side._replace(ref_sums=ref)
@@ -73,7 +73,7 @@ class PairwiseLoss(Loss):
 
 @dataclass(frozen=True)
 class RowLoss(PairwiseLoss):
-    """A row of :data:`fastrl.learn.preferences.PAIR_LOSSES`, whose options are its coefficients."""
+    """The loss of a row of :data:`fastrl.learn.preferences.PAIR_LOSSES`, with the row's options."""
 
     row: ClassVar[PairObjective]
 

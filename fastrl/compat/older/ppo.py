@@ -62,7 +62,7 @@ class PPOv2Trainer:
         optimizers: an optimizer of the policy and its scheduler, or None for either; if there is an
             optimizer, the value model's is torch's Adam.
         callbacks: transformers' TrainerCallback objects.
-        peft_config: an adapter, which alone is trained.
+        peft_config: an adapter for the policy, whose other weights stay.
 
     Raises:
         TypeError: arguments by unknown names; a model that is missing or has no use.
@@ -256,7 +256,8 @@ class PPOv2Trainer:
         return [*text, eos] if reads else text
 
     def generate_completions(self, sampling: bool = False) -> None:
-        """Answers the held-out prompts, with ``sampling`` the first batch alone, and shows five."""
+        """Answers the held-out prompts, with ``sampling`` the first batch alone, and shows five;
+        raises ValueError without an eval_dataset."""
         if self.eval_prompts is None:
             raise ValueError("generate_completions needs an eval_dataset")
         ids = list(map(torch.tensor, self.eval_prompts[_IDS]))

@@ -164,7 +164,7 @@ class PPOv2Config(SupervisedArguments):
 
     @property
     def optimizer_arguments(self) -> str:
-        """The text of ``optim_args`` behind that of weight decay, betas and eps, other settings."""
+        """The settings of weight decay, betas and eps as text, and ``optim_args`` behind it."""
         _, keywords = class_and_keywords(self)
         arguments: dict[str, Any] = {"weight_decay": self.weight_decay}
         if "betas" in keywords:

@@ -31,7 +31,7 @@ class Replaced(NamedTuple):
 
 @dataclass(frozen=True)
 class TRLPatch:
-    """What :func:`patch_trl` replaced. As a context manager, leaving it undoes the patch."""
+    """What :func:`patch_trl` replaced. Leaving it as a context manager undoes the patch."""
 
     version: str
     replaced: tuple[Replaced, ...]

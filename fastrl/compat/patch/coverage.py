@@ -21,7 +21,7 @@ def is_plain(x: Any) -> bool:
 
 
 def has_rows(logits: Tensor, *_: Any, **__: Any) -> bool:
-    """Whether x is logits [..., V] that the ops take."""
+    """Whether ``logits`` is a tensor [..., V] that the ops take."""
     return is_plain(logits) and logits.dim() > 0 and logits.shape[-1] > 0
 
 

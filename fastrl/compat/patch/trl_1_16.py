@@ -76,7 +76,7 @@ def _covers_head(
 ) -> bool:
     """Whether our op takes a head. It takes no sharded head, which has to be gathered anew for
     backward, as TRL's function does, and none in another dtype than the hidden states, of which it
-    would keep a converted copy."""
+    would keep a converted copy; under autocast dtypes may differ."""
     one_dtype = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
     numbers = (temperature, logit_scale, 1.0 if softcap is None else softcap)
     return (

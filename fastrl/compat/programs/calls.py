@@ -105,9 +105,9 @@ def _entries(node: ast.expr) -> list[ast.keyword]:
 
 
 def only_named(tree: ast.Module, imported: Mapping[str, str]) -> set[str]:
-    """Imported names without which a program runs: it has them in annotations, in checks of a type,
-    or in functions and classes that nothing uses. A name that a ``try`` imports is left out, since
-    the program handles its absence.
+    """Imported names without which a program runs: it has them only in annotations, in checks of a
+    type, or in functions and classes that nothing uses. A name that a ``try`` imports is left out,
+    since the program handles its absence.
 
     Args:
         imported: the names by the program's aliases.

@@ -17,7 +17,7 @@ from typing import Any
 
 from fastrl.compat.programs.calls import calls_of, only_named
 
-API = "1.16.0"  # what trl.__version__ says: the names that are looked up first
+API = "1.16.0"  # what trl.__version__ says; names mean what they mean there
 _FASTRL: list[str] = importlib.import_module("fastrl").__all__
 # fastrl's module for each of TRL's names, which TRL's modules re-export from each other.
 HOMES: dict[str, str] = {
@@ -141,7 +141,7 @@ def read_source(path: Path) -> str:
 
 
 def stand_in(name: str) -> type:
-    """Makes a class for a name that fastrl lacks; to make an object of it raises ImportError."""
+    """Warns that fastrl lacks a name, and makes a class for it, whose call raises ImportError."""
     message = missing(name)
 
     def refuse(*_: Any, **__: Any) -> Any:

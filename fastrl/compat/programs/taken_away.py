@@ -127,7 +127,7 @@ def _encode(name: str) -> Callable[[Any], Any]:
 
 
 def _trainer(now: Any) -> Any:
-    """``Trainer.__init__`` with ``tokenizer=``, for losses without ``num_items_in_batch``."""
+    """``Trainer.__init__`` with ``tokenizer=``, and ``compute_loss`` without num_items_in_batch."""
 
     @functools.wraps(now)
     def then(self: Any, *args: Any, **keywords: Any) -> None:
