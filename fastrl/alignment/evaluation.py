@@ -77,8 +77,9 @@ class OnlineEvaluation:
             counts = self.factory.annotator.statistics()
         parts = self.processes.objects((judged_here, counts))
         judged = sorted(row for rows, _ in parts for row in rows)
-        _, prompts, completions, rewards = map(list, zip(*judged, strict=True))
-        self.judged[1:] = [ShownSamples(prompts, completions, rewards)]
+        _, *columns = map(list, zip(*judged, strict=True))
+        self.judged[1:] = [ShownSamples(*columns)]
+        rewards = self.judged[-1].rewards
         count, total, squares = len(rewards), sum(rewards), sum(x**2 for x in rewards)
         sem = standard_error(count, total, squares)
         counts = joined_statistics([each for _, each in parts])
@@ -94,9 +95,10 @@ class OnlineEvaluation:
         """Whether the annotator scores responses, or compares two by scores."""
         return self.factory.task.generations == 1 or hasattr(self.factory.annotator, "last_scores")
 
-    def _judge(self) -> list[tuple[int, str, str, float]]:
-        """Judges this process's share; returns each example's index, prompt, response, reward."""
-        judged: list[tuple[int, str, str, float]] = []
+    def _judge(self) -> list[tuple[int, str, str, float, bool]]:
+        """Judges this process's share; returns each example's index, prompt, response, reward, and
+        whether the response has ended."""
+        judged: list[tuple[int, str, str, float, bool]] = []
         sampler, annotator = self.factory.sampler, self.factory.annotator
         assert sampler is not None
         for chunk in self.factory.in_order():
@@ -107,17 +109,21 @@ class OnlineEvaluation:
             # A RolloutEngine keys draws by index: they are the same however many processes run.
             sampled, _ = sampler(examples, 1, self.factory.seed, ids)
             prompts, answers = prompts_of(examples), answers_of(sampled)
-            columns = columns_of(examples)
+            columns, finished = columns_of(examples), finished_of(sampled)
             if self._scores:
-                rewards = ask_scores(annotator, prompts, answers, columns, finished_of(sampled))
+                rewards = ask_scores(annotator, prompts, answers, columns, finished)
             elif not self.judged:
                 rewards = [0.5] * len(answers)
             else:
-                first_texts = [self.judged[0].completions[i] for i in ids]
-                first = list(map(as_answer, prompts, first_texts))
-                verdicts = ask_preferences(annotator, prompts, answers, first, columns)
+                before = self.judged[0]
+                first = list(map(as_answer, prompts, [before.completions[i] for i in ids]))
+                # A checkpoint of an earlier version does not say which of them had ended.
+                ended = [before.finished is None or before.finished[i] for i in ids]
+                verdicts = ask_preferences(
+                    annotator, prompts, answers, first, columns, (finished, ended)
+                )
                 rewards = [0.5 if verdict is None else verdict for verdict in verdicts]
             texts = [example.prompt for example in examples]
             responses = [example.responses[0].text for example in sampled]
-            judged += zip(ids, texts, responses, rewards, strict=True)
+            judged += zip(ids, texts, responses, rewards, finished, strict=True)
         return judged

@@ -99,7 +99,8 @@ def compare_responses(
     # Two equal responses need no judge.
     asked = [i for i, e in enumerate(examples) if e.responses[0].text != e.responses[1].text]
     if not asked:
-        return judged, None
+        scores = [[0.0] * len(examples) for _ in range(2)]
+        return judged, scores if hasattr(annotator, "last_scores") else None
     chosen = [examples[i] for i in asked]
     preferences = ask_preferences(
         annotator,

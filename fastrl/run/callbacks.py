@@ -64,11 +64,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class ShownSamples:
-    """Prompts, completions and rewards of one step."""
+    """Prompts, completions and rewards of one step; and whether each completion has ended, where an
+    annotator compares later ones with it."""
 
     prompts: list[str]
     completions: list[str]
     rewards: list[float]
+    finished: list[bool] | None = None
 
 
 Samples = ShownSamples  # its earlier name, which users' callbacks may import

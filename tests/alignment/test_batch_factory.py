@@ -181,7 +181,7 @@ def test_equal_responses_are_a_tie_that_nobody_is_asked_about(engine: Any) -> No
     assert batch["generation1_reward"].tolist() == [0.5] * 4
     assert batch["generation1_weight"].tolist() == [1.0] * 4
     assert annotator.asked == []
-    assert batch.given_scores().tolist() == []
+    assert (batch.scores, batch.given_scores().tolist()) == ([[0.0] * 4] * 2, [])
     one, other = examples(PAIRS, 2)
     equal = replace(other, responses=other.responses[:1] * 2)
     judged, scores = compare_responses(annotator, [one, equal])

@@ -135,7 +135,12 @@ def test_without_scores_the_first_responses_are_what_a_policy_has_to_beat(
     make_trainer: Make,
 ) -> None:
     class OnlyCompares:
-        def compare(self, prompts: Any, firsts: Any, seconds: Any, **columns: Any) -> list[float]:
+        wants_finished = True
+
+        def compare(
+            self, prompts: Any, firsts: Any, seconds: Any, finished: Any, **columns: Any
+        ) -> list[float]:
+            assert [len(x) for x in finished] == [len(firsts), len(seconds)]
             return [0.5 if a == b else float(a > b) for a, b in zip(firsts, seconds, strict=True)]
 
         def statistics(self) -> dict[str, float]:
