@@ -219,7 +219,7 @@ def make_backend(
     """The backend that a configuration's ``rollout_backend`` names.
 
     Raises:
-        ValueError: experts are to be kept by ``model.generate``.
+        ValueError: ``keep_experts`` without the rollout engine.
     """
     if config.rollout_backend == "engine":
         return EngineBackend(config, tokenizer, autocast, process, keep_experts)

@@ -29,12 +29,12 @@ class StepRunner:
         """Begins a call of ``generate`` with this step."""
 
     def run(self, step: DecodeStep, bucket: int, span: int, steps: int) -> None:
-        """Runs ``steps`` steps on the first ``bucket`` slots, which hold up to ``span`` tokens."""
+        """Runs ``steps`` decode steps on the first ``bucket`` slots, of up to ``span`` tokens."""
         for _ in range(steps):
             step(bucket, span)
 
     def free(self) -> None:
-        """Frees memory."""
+        """Frees the captured graphs; without any it does nothing."""
 
     def another(self) -> StepRunner:
         """A new runner of the same kind, for another KV cache."""

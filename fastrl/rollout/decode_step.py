@@ -35,7 +35,7 @@ class LogitsProcessors(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, ends: Tensor, vocabulary: int) -> LogitsProcessors:
-        """The processors for parameters; end tokens outside the vocabulary never match."""
+        """The processors for parameters; end tokens outside the vocabulary are dropped."""
         ends = ends[ends < vocabulary]
         barred = always = stops = None
         if params.min_new_tokens or params.suppress_tokens:

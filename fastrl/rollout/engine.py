@@ -31,7 +31,7 @@ from fastrl.timing import start_clock
 from fastrl_kernels.rng import sample_states
 from fastrl_kernels.types import RUNNING
 
-PREFILL_TOKENS = 8192  # in one pass
+PREFILL_TOKENS = 8192  # most of one forward; a longer prompt is run alone
 _ROUND = 64  # without max_length, slots grow to multiples of it, within the model's context
 
 
@@ -137,8 +137,9 @@ class RolloutEngine:
                 indices.
 
         Raises:
-            ValueError: an empty prompt, ids outside the vocabulary, a prompt that with new tokens
-                exceeds the context or ``max_length``; no tokenizer; too low ``kv_cache_bytes``.
+            ValueError: no prompts; an empty prompt, or one that with new tokens exceeds the context
+                or ``max_length``; ids outside the vocabulary; a list without an entry per prompt;
+                no tokenizer for texts or for end tokens; too low ``kv_cache_bytes``.
             RuntimeError: with ``keep_experts``, a router's choices that were not kept.
         """
         params = params or SamplingParams()
@@ -194,7 +195,7 @@ class RolloutEngine:
         return output
 
     def sleep(self) -> None:
-        """Frees keys, values and captured steps; the next call of ``generate`` makes them anew."""
+        """Frees keys, values and captured steps, and what :meth:`reserve` reserved."""
         self._free()
         self._reserved = Room()
 

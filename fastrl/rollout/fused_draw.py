@@ -15,7 +15,7 @@ from fastrl_kernels import SampledTokens, linear_sample_pays
 
 # Allowed differences of log-probs from sums in another order, relative to the largest logit.
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_ROWS = range(1, 65)  # numbers of rows for which it may be faster
+_ROWS = range(1, 65)  # numbers of rows for which the fused draw may be faster
 
 
 class FusedDraw:
@@ -56,8 +56,8 @@ class FusedDraw:
         )
 
     def activate(self, hidden: Tensor, logits: Tensor) -> None:
-        """Compares a draw with the model's logits. It stays off where the model changes what its
-        head computes, and with a warning where log-probs differ.
+        """Compares a draw with the model's logits, and sets ``active`` where they agree. Warns if
+        they do not, or the draw fails; not where the model changes what its head computes.
 
         Args:
             hidden: [b, H] in front of the head, of a decode step.

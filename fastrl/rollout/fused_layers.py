@@ -72,7 +72,7 @@ class JoinedProducts:
 
     def _together(self, name: str, layers: list[Any]) -> Tensor | None:
         parameters = [getattr(layer, name) for layer in layers]
-        joined = joined_view(parameters)  # casts of weights, say
+        joined = joined_view(parameters)  # casts of weights may lie together already
         if joined is not None:
             return joined
         whole = self._whole.pop(name, None)
@@ -293,14 +293,14 @@ class FusedLayers:
         self.active = False
 
     def together(self) -> list[Sequence[Any]]:
-        """Groups of linear layers whose product is one where the group's weights are joined."""
+        """Lists of linear layers whose products are one where their weights are joined."""
         if not self.active:
             return []
         of_layers = ((x.attention_products, x.mlp_products) for x in self.layers)
         return [products.layers for both in of_layers for products in both]
 
     def activate(self, decode: Callable[[], tuple[Tensor, Sequence[Variant]]]) -> None:
-        """Compares a few decode steps with those of the layers' own forwards, which also say how
+        """Compares a few fused decode steps with those of the layers' own forwards, which say how
         layers attend. Where they differ the layers stay as they are, with a warning.
 
         Args:
@@ -387,7 +387,7 @@ class VariantsOf(DecodeAttention):
 
 
 def _decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
-    """The modules, in order, of the only list whose modules all :func:`_fits`; else none."""
+    """The modules of the only list of modules that all pass :func:`_fits`; [] for other models."""
     lists = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x)]
     fitting = [x for x in lists if all(map(_fits, x))]
     return list(fitting[0]) if len(fitting) == 1 else []

@@ -132,7 +132,8 @@ class GenerateEngine:
 
         Raises:
             ValueError: see :meth:`generate`; a bad ``stop``; several beams with a stop other than
-                EOS and length; an argument for several responses, a dict or a decoder's inputs.
+                EOS and length; an argument that asks for several responses or a dict, or that
+                sets where a decoder begins.
         """
         kwargs = unpacked(generation_kwargs)
         if "pad_token_id" not in kwargs:
@@ -235,8 +236,8 @@ class GenerateEngine:
 def _end(
     tokens: list[int], ends: Sequence[int], stopped: int | None, lost: int | None
 ) -> tuple[int, str]:
-    """The length and finish reason of a response of ``tokens``: where it was ``stopped``, or NaN
-    logits began (``lost``), if anywhere."""
+    """The length and finish reason of a response of ``tokens``. ``stopped`` and ``lost`` are the
+    numbers of tokens before it was stopped, and before its logits were NaN; None: never."""
     length = min(x for x in (len(tokens), stopped, lost) if x is not None)
     for i, token in enumerate(tokens[:length], start=1):
         if token in ends:
@@ -278,7 +279,7 @@ class _Stopping(NamedTuple):
         """Takes the conditions out of keyword arguments, or from the model's generation_config.
 
         Raises:
-            ValueError: several beams, whose rows are not the prompts'; see :func:`check_stop`.
+            ValueError: a condition with several beams, whose rows are not the prompts'; a bad stop.
         """
         config = _generation_config(model)
         settings = {
@@ -370,7 +371,7 @@ class _RecordedNaN(LogitsProcessor):
         return torch.where(bad[:, None], 0.0, scores)
 
     def lengths(self) -> list[int | None]:
-        """The new tokens in front of each row's first bad logits; None where it had none."""
+        """The number of new tokens before each row's first bad logits; None where it had none."""
         return [None if at < 0 else at for at in self.at.tolist()]
 
 

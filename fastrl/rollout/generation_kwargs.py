@@ -58,7 +58,7 @@ _UNSUPPORTED_CHANGES: dict[str, Any] = {
     "prefix_allowed_tokens_fn": None,
     "custom_generate": None,
 }
-# All arguments that the engine does not implement, with the values that switch them off:
+# The arguments above, and others that the engine does not implement, with such values:
 _UNSUPPORTED: dict[str, Any] = {
     **_UNSUPPORTED_CHANGES,
     "num_beam_groups": 1,
@@ -82,7 +82,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "negative_prompt_attention_mask": None,
 }
 
-# Further such arguments, which greedy decoding ignores, with the values that switch them off.
+# More arguments that the engine does not implement, with such values; greedy decoding ignores them.
 _UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "typical_p": 1,
     "epsilon_cutoff": 0,
@@ -119,7 +119,7 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
         model: a causal LM, or a value-head model around one.
 
     Raises:
-        ValueError: max_new_tokens below 1, a NaN, a padding token below 0.
+        ValueError: max_new_tokens below 1, a NaN, a padding token below 0, a bad ``stop``.
         TypeError: an argument of another type than it takes.
     """
     effective = _EffectiveKwargs(generation_kwargs, model)
@@ -203,8 +203,8 @@ class Change(NamedTuple):
 def changes_of_the_draw(
     generation_kwargs: Mapping[str, Any], model: Any, temperature: float
 ) -> list[Change]:
-    """Lists the fields because of which ``model.generate`` does not draw from softmax(logits / T).
-    For a greedy call, which draws nothing, only fields that its caller did not set are listed."""
+    """Lists the fields because of which ``model.generate`` does not draw from softmax(logits /
+    temperature). For a greedy call, which draws nothing, fields set by its caller are left out."""
     effective = _EffectiveKwargs(generation_kwargs, model)
     neutral = _CHANGES
     if effective.sampled:
@@ -315,7 +315,7 @@ class _EffectiveKwargs:
         )
 
     def _most_new(self) -> Any:
-        """max_new_tokens, unless it is transformers' default."""
+        """max_new_tokens as the caller or generation_config sets it; None where neither does."""
         if "max_new_tokens" in self.kwargs:
             return self.kwargs["max_new_tokens"]
         return self.settings.get("max_new_tokens")

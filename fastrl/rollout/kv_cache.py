@@ -85,7 +85,7 @@ class KVCache:
             for state in layer.states
         }
         self.of_prompts: dict[tuple[int, str, int], Tensor] = {}  # states at prompts' ends
-        # The most tokens that a query reads; filled in as layers attend.
+        # The most tokens that a layer's query reads, None: all; filled in as layers attend.
         self.windows: list[int | None] = [None] * len(layers)
         self.experts: list[Tensor] = []  # choices of each router, [slots, length, k] int16
 
@@ -106,7 +106,7 @@ class KVCache:
         ]
 
     def chosen(self, slot: int) -> Tensor:
-        """The choices of all routers in a slot, [length, L, k]."""
+        """The choices of all L routers in a slot, [length, L, k]."""
         return torch.stack([x[slot] for x in self.experts], dim=1)
 
     @staticmethod
@@ -121,8 +121,8 @@ class KVCache:
     @property
     def keeps_prompts(self) -> bool:
         """Whether a slot still has what its prompt left there while and after its sample runs, so
-        that others can :meth:`copy` it. Keys and values lie behind the prompt's; states, which
-        decode steps overwrite, are kept apart where :meth:`keep_prompts` was called."""
+        that others can :meth:`copy` it. A sample's keys and values lie behind its prompt's; states,
+        which decode steps overwrite, are kept apart where :meth:`keep_prompts` was called."""
         return not self.states or bool(self.of_prompts)
 
     def clear(self, slots: Sequence[int]) -> None:
@@ -197,7 +197,7 @@ class Moves(NamedTuple):
 
 
 class SlotState(NamedTuple):
-    """State of the sample in each slot, int64 [S]; a step gets the first rows of it."""
+    """State of the sample in each slot, int64 [S]; a decode step gets the first rows of it."""
 
     token: Tensor  # the last one, whose keys and values are not stored yet
     position: Tensor  # the position of that token
@@ -233,12 +233,12 @@ class Slots:
         self._of_calls: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def tensors(self) -> list[Tensor]:
-        """All buffers that a step of the call may write."""
+        """All buffers that a decode step of the call may write."""
         all_ = (*self.state, self.tokens, self.per_token, self.seen, self.tail)
         return [x for x in all_ if x is not None]
 
     def buffers(self, state: SlotState) -> SlotBuffers:
-        """The buffers that a step of the first slots advances, for their ``state``."""
+        """The buffers that a decode step of the first slots advances, for their ``state``."""
         columns = state.token, state.position, state.num_generated, state.limit, state.reason
         return SlotBuffers(*columns, self.tokens, self.per_token)
 
@@ -282,7 +282,7 @@ class Slots:
             getattr(self.state, name).index_copy_(0, where, values)
 
     def empty(self, slots: Sequence[int]) -> None:
-        """Marks slots idle: what steps write there is not read."""
+        """Marks slots idle: what decode steps write there is not read."""
         zero = [0] * len(slots)
         self.fill(slots, reason=[IDLE] * len(slots), position=zero, num_generated=zero, token=zero)
 

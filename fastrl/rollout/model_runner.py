@@ -189,8 +189,8 @@ class ModelRunner:
         self.fused_layers.activate(decode)
 
     def fuse_draw(self, layers: list[LayerShape]) -> None:
-        """Has decode steps of few rows draw from hidden states where that is faster, with a head
-        that is a plain product, and on NVIDIA GPUs, for which the times were counted.
+        """Has decode steps draw by :class:`FusedDraw` where their number of rows lets it pay, if
+        it agrees with the model's logits; only on NVIDIA GPUs, for which its times were counted.
 
         Args:
             layers: see :meth:`layer_shapes`.
@@ -300,7 +300,7 @@ class AutocastWeightCache:
         """Context in which products use casts of the present weights, if autocast is on.
 
         Args:
-            together: layers whose casts lie one after the other in memory, each at most once.
+            together: lists of layers whose casts lie one behind the other; each layer is in one.
         """
         kind = next(model.parameters()).device.type
         if not torch.is_autocast_enabled(kind):
@@ -349,7 +349,7 @@ class AutocastWeightCache:
 def _tensors_of(
     together: Sequence[Sequence[Any]], weights: list[nn.Parameter]
 ) -> Iterator[list[nn.Parameter]]:
-    """The weights, and the biases, of each group of layers, where all are cast."""
+    """The weights, and the biases, of each list of layers, where all are cast."""
     cast = {id(weight) for weight in weights}
     for layers in together:
         for name in ("weight", "bias"):

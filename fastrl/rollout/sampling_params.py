@@ -31,11 +31,11 @@ class SamplingParams:
         top_k, top_p, min_p: truncations, in this order; 0, 1 and 0 switch them off.
         n: samples per prompt.
         seed: seeds the draws, in [0, 2⁶⁴); None takes a seed from torch's own generator.
-        min_new_tokens: tokens before which no response ends.
+        min_new_tokens: tokens before which no end token is drawn; ``stop`` may end a response.
         repetition_penalty: logits of tokens that occurred, in the prompt too (but not in what an
             encoder reads), are divided by it where positive and multiplied where negative.
         suppress_tokens: ids that are never drawn.
-        eos_token_ids: tokens that end a response; None takes the model's and the tokenizer's.
+        eos_token_ids: tokens that end a response, as the tokenizer's EOS does; None: the model's.
         stop: token sequences that end a response, which keeps them.
 
     Raises:
@@ -180,10 +180,10 @@ def _check_ids(name: str, ids: Any, least: int = 0) -> None:
 
 
 def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
-    """Ids that end a response, [n] int64: ``asked`` or else generation_config's, and the EOS.
+    """Ids that end a response, [n] int64: the tokenizer's EOS, and ``asked`` or else the model's.
 
     Raises:
-        ValueError: there is no tokenizer, and nothing else names any.
+        ValueError: there is no tokenizer, and nothing else names end tokens.
     """
     if asked is None:
         asked = getattr(model, "pretrained_model", model).generation_config.eos_token_id
@@ -216,7 +216,7 @@ class RolloutRequest:
         tokenizer: Any,
     ) -> RolloutRequest:
         """The request for some prompts; raises ValueError as :func:`check_prompts` and
-        :func:`token_ids` do, and for a list that does not have one number per prompt."""
+        :func:`token_ids` do, for lists of another length and for unknown suppressed tokens."""
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping)):
             raise ValueError("prompts must be a list, got a single one: pass [prompt]")
         closed = isinstance(layout_of(model), EncoderDecoder)

@@ -16,7 +16,7 @@ from fastrl.samples import Samples
 from fastrl_kernels.types import RUNNING
 
 POLL_STEPS = 8  # decode steps between polls
-# The least cost of a pass over prompts, in replayed decode steps; with small models it is more.
+# The least cost of a prefill, in replayed decode steps; with small models it is more.
 PASS_STEPS = 2
 
 
@@ -33,12 +33,12 @@ class RolloutSample:
 @dataclass
 class _Running:
     sample: RolloutSample
-    left: int  # steps until its limit
-    tokens: int  # the most tokens in its slot after the next step
+    left: int  # decode steps until its limit
+    tokens: int  # the most tokens in its slot after the next decode step
 
 
 def bucket_sizes(slots: int) -> list[int]:
-    """Numbers of rows that a step may have: 1, 2, 3, 4, 6, 8, 12, 16, …"""
+    """Numbers of rows that a decode step may have: 1, 2, 3, 4, 6, 8, 12, 16, …"""
     sizes = {slots}
     for power in range(slots.bit_length()):
         sizes |= {1 << power, 3 << power}
@@ -51,11 +51,11 @@ class Scheduler:
     The samples of a prompt follow each other in the queue, so that each but the first finds its
     prompt in the slot of another that runs or has just ended: every prompt is run once. A prompt
     that has to be run can wait for others (``patience``) until free slots have idled for as long as
-    a pass takes, since a pass costs about the same whatever it holds.
+    a prefill takes, since a prefill costs about the same whatever it holds.
 
     Args:
         keeps_prompts: whether slots keep what a prompt left there.
-        patience: decode steps of all slots that a pass over prompts is worth; 0: no prompt waits.
+        patience: decode steps of all slots that a prefill is worth; 0: no prompt waits.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Scheduler:
         self.keeps_prompts, self.patience = keeps_prompts, patience
         self._sizes = bucket_sizes(slots)
         self._left: dict[int, int] = {}  # prompts, by slot, of samples that have just ended
-        self._idled = 0  # steps of free slots since the last pass
+        self._idled = 0  # decode steps of free slots since the last prefill
         self.decode_steps = self.rows_run = 0
 
     @property
@@ -125,22 +125,22 @@ class Scheduler:
 
     @property
     def bucket(self) -> int:
-        """Rows of the next steps."""
+        """Rows of the next decode steps."""
         return self._bucket_of(self.running[-1] + 1)
 
     def _bucket_of(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)
 
     def span(self, steps: int) -> int:
-        """Tokens of the longest slot after ``steps`` steps."""
+        """Tokens of the longest slot after ``steps`` decode steps."""
         return max(running.tokens for running in self.slots if running is not None) + steps - 1
 
     def steps(self, most: int) -> int:
-        """Number of steps until a sample reaches its limit, at most ``most``."""
+        """Number of decode steps until a sample reaches its limit, at most ``most``."""
         return min(most, *(running.left for running in self.slots if running is not None))
 
     def advance(self, steps: int) -> list[int]:
-        """Counts steps; returns the slots whose samples have reached their limit."""
+        """Counts decode steps; returns the slots whose samples have reached their limit."""
         self._left.clear()  # steps write there
         self._idled += steps * self.slots.count(None) if self.waiting else 0
         self.decode_steps += steps
@@ -174,10 +174,10 @@ class FinishPoll:
 
     def __init__(self, read: Callable[[], list[int]]):
         self.read = read
-        self.due = POLL_STEPS  # steps until the next poll
+        self.due = POLL_STEPS  # decode steps until the next poll
 
     def after(self, steps: int) -> list[int]:
-        """Slots of samples that are known to have finished, after ``steps`` more steps."""
+        """Slots of samples that are known to have finished, after ``steps`` more decode steps."""
         self.due -= steps
         if self.due:
             return []

@@ -78,7 +78,7 @@ def check_numbers(trial: Any) -> None:
             worst, mean = _differences(trial, prompts, trial.generate(prompts, params))
             windows = [] if trial._kv_cache is None else trial._kv_cache.windows
             cause = hidden_window(model, windows)
-        # Any other failure: model.generate may run the model.
+        # Whatever fails here, model.generate may still run the model.
         except Exception as error:
             cause = f"the rollout engine cannot run it ({type(error).__name__}: {error})"
             raise UnsupportedModel(trial.model, cause) from error

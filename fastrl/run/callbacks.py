@@ -126,12 +126,12 @@ class TrainResult:
 
 
 class TrainCallback:
-    """Base class of callbacks; its methods do nothing.
+    """Base class of callbacks; its methods do nothing. Every process calls its own callbacks.
 
-    ``trainer`` is the :class:`fastrl.PPOTrainer`. Steps are counted over all calls of ``train()``:
-    a second call of 10 steps after a first one of 10 has the steps 11 to 20. Where ``on_step``
-    returns True, training ends after this step, in all processes, as it does after the last one,
-    with an evaluation and a checkpoint.
+    ``trainer`` is the :class:`fastrl.PPOTrainer`, ``total_steps`` the number of steps still to do.
+    Steps are counted over all calls of ``train()``: a second call of 10 steps after a first one of
+    10 has the steps 11 to 20. Where ``on_step`` returns True, training ends after this step, in all
+    processes, as it does after the last one, with an evaluation and a checkpoint.
     """
 
     def on_train_begin(self, trainer: Any, total_steps: int) -> None: ...

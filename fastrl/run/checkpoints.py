@@ -43,8 +43,8 @@ _REMEDIES = {
 }
 
 
-OF_CODE = "code or weights of"  # begins settings that checkpoints of earlier versions lack
-# Matches the warning where no other settings differ.
+OF_CODE = "code or weights of"  # begins names of settings that earlier versions' checkpoints lack
+# Matches what warn_of_changed_settings says where only settings of these names differ.
 CODE_DIFFERS = rf"resume: settings differ .*\(({OF_CODE} .*?: \w+ → \w+(, )?)+\)(, so|: the run)"
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def write_rows(rows: pa.Table, path: Path) -> None:
     """Writes rows to a file, as its ending says: .jsonl (NaN becomes null), .csv (lists as JSON,
-    NaN becomes empty) or .parquet (NaN stays)."""
+    NaN becomes empty) or .parquet (NaN stays); raises KeyError for another ending."""
     KINDS[path.suffix](rows, path)
 
 

@@ -14,7 +14,8 @@ _OF_A_STREAM = 64  # rows
 
 
 def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
-    """The number of examples, and a hash of all rows in order; for a stream, of its first rows.
+    """The number of examples, and a hash of all rows in order; of a stream of datasets, a hash of
+    its first rows; of another stream, which may be readable only once, a constant.
 
     The same rows have the same fingerprint, from whichever file, and in whatever order of columns.
     Where an object has a text ``fingerprint`` as an attribute, it is returned.
@@ -29,7 +30,6 @@ def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
     if isinstance(stored, str):
         return stored
     if not hasattr(data, "__len__"):
-        # A stream that is not of datasets may be readable only once: no row of it is read.
         first = itertools.islice(data, _OF_A_STREAM) if hasattr(data, "take") else ()
         return f"a stream, {hash_of(first, but)}"
     digest = _hash_of_table(data, but) if hasattr(data, "with_format") else None

@@ -280,7 +280,6 @@ class RunFolder:
         return summary
 
     def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes ``samples.jsonl``."""
         self.write_rows("samples.jsonl", rows)
 
     def write_page(self, html: str) -> None:

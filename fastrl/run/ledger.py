@@ -50,7 +50,7 @@ def fields() -> dict[str, pa.DataType]:
         "number": pa.int32(),  # among the samples of its prompt
         "slots": pa.int32(),  # the engine's slots, and tokens of each: see fastrl.rollout.kv_cache
         "slot_length": pa.int32(),
-        "weights_version": pa.int64(),  # steps of the optimizer before the sample was drawn
+        "weights_version": pa.int64(),  # optimizer steps before the sample was drawn
         "logprobs": numbers,  # the rollout's, at the policy's temperature
         "values": numbers,  # the rollout's
         "advantages": numbers,  # empty for a sample that was left out of the step

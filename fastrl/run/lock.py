@@ -19,9 +19,8 @@ class FolderInUse(OSError):
 
 
 class FolderLock:
-    """A lock that at most one object of one process holds; the system frees it when the process and
-    those that it has forked end, however they end. Where the file system has no locks,
-    a warning says that nothing is held.
+    """A lock that one object of one process can hold; the system frees it as the process and those
+    that it has forked end. Where the file system has no locks, a warning says that none is held.
 
     Args:
         folder: must exist; its file ``.lock`` says who holds the lock.

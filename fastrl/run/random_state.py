@@ -29,8 +29,8 @@ def seed_at(seed: int, *place: int | str) -> int:
 
 @contextmanager
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Context in which torch draws from a seed, on the host and one device, whose generators are
-    afterwards in their earlier states."""
+    """Context in which torch draws from a seed, on the host and one device; afterwards the host's
+    generator, and the device's if it is a CUDA one, is in its earlier state."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds all devices, too
         if device.type != "cpu":
