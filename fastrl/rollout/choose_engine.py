@@ -36,7 +36,7 @@ def choose_engine(
         max_length, kv_cache_bytes, cuda_graphs, keep_experts: see :class:`RolloutEngine`.
 
     Raises:
-        ValueError: a number below 1; a model on several devices; with ``keep_experts`` a decoder
+        ValueError: a number below 1; a model on several devices; with ``keep_experts`` a model
             that the rollout engine does not run, or routers whose choices cannot be kept; an
             encoder–decoder that names no start token.
     """
@@ -63,4 +63,8 @@ def choose_engine(
                 f"{unsupported.cause}",
                 stacklevel=2,
             )
+    elif keep_experts:
+        raise ValueError(
+            "replay_routing keeps no choices of an encoder–decoder's experts: leave it out"
+        )
     return GenerateEngine(model, tokenizer, max_slots, autocast, scores=True)

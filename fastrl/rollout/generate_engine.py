@@ -166,6 +166,8 @@ class GenerateEngine:
         """Does nothing; :class:`RolloutEngine` frees memory here."""
 
     def _padding(self, prompts: Sequence[Tensor]) -> int | None:
+        if self.tokenizer is None:
+            return 0  # any token: masks leave it out
         lengths = [len(p) for p in prompts] if self.batch_size > 1 else []
         return padding_token(
             lengths, self.tokenizer, self.model.config.get_text_config().vocab_size

@@ -291,7 +291,7 @@ class _EffectiveKwargs:
             if end_ids and not ends:
                 warnings.warn(
                     f"eos_token_id={end_ids[0]} is not in the model's vocabulary of "
-                    f"{self.vocabulary} tokens, so that no token ends a response: -1 says so "
+                    f"{self.vocabulary} tokens, so that it ends no response: -1 says so "
                     "without this warning",
                     stacklevel=3,
                 )

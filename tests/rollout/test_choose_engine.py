@@ -62,6 +62,10 @@ def test_models_without_the_interface_fall_back_and_say_so(family):
     out = engine.generate(tiny_models.prompts(2, 5), SamplingParams(max_new_tokens=3, seed=0))
     assert out.logprobs is not None
     assert out.values is not None
+    with pytest.warns(UserWarning, match="rollouts go through model.generate"):
+        without = choose_engine(model, None, max_slots=3)  # the model names the tokens that end
+    again = without.generate(tiny_models.prompts(2, 5), SamplingParams(max_new_tokens=3, seed=0))
+    assert all(map(torch.equal, again.sequences, out.sequences))
 
 
 def test_the_model_under_an_adapter_is_the_one_that_is_named():
@@ -104,6 +108,8 @@ def test_an_encoder_decoder_falls_back_without_a_warning(family):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert isinstance(choose(seq2seq_models.policy(family)), GenerateEngine)
+    with pytest.raises(ValueError, match=r"replay_routing .* an encoder–decoder's experts"):
+        choose(seq2seq_models.policy(family), keep_experts=True)
 
 
 @pytest.fixture
