@@ -17,13 +17,13 @@ def reference_of(
     follow the policy.
 
     Args:
-        fresh: whether the policy's adapter, if it has one, is new: then the reference is its base,
-            or a copy of the adapter as it begins, where that begins by changing the base.
+        fresh: whether the policy's adapter, if it has one, is new: its base is then the reference,
+            but for an adapter that begins by changing the base: a copy of that adapter is.
 
     Raises:
         ValueError: a reference that the policy cannot have, or that cannot follow it.
     """
-    # "auto" copies an adapter that is to follow the policy: the base has no weights that could.
+    # "auto" copies the adapter where the reference is to follow the policy: the base cannot.
     kind = "off" if fresh and not args.sync_ref_model else "auto"
     configs = getattr(policy.pretrained_model, "peft_config", {})
     if any(moves_base(config) for config in configs.values()):
@@ -33,7 +33,7 @@ def reference_of(
 
 
 def model_of(reference: RefModel | None, accelerator: Any) -> Any:
-    """The reference as a plain model; None without one, or where it is the policy's base."""
+    """The plain model of a reference; None without one, or where it has no model of its own."""
     if reference is None or reference.model is None:
         return None
     return accelerator.unwrap_model(reference.model).pretrained_model

@@ -1,6 +1,6 @@
-"""What a trainer will need of memory: two of its optimizer steps, rehearsed on rows of full length.
+"""What a trainer will need of memory: two optimizer steps, of PPO one, rehearsed at full length.
 
-How the trainers of a surface are rehearsed is a :class:`Surface`, which they name. That of the
+How a class of trainers is rehearsed is a :class:`Surface`, which it names. The surface of the
 alignment framework, which needs the framework's factory, is in :mod:`fastrl.alignment.rehearse`.
 """
 
@@ -44,7 +44,8 @@ _NOT_REHEARSED: dict[str, Any] = {
     **dict.fromkeys(("resume_from_checkpoint", "dataset_num_proc", "evaluation_strategy")),
     **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # set in the tokenizer
 }
-# Settings of PPO's: nothing acts outside of this process, and a critic is built, not read.
+# Settings of PPO's: nothing acts outside of this process, a critic is built, not read, and learns
+# from the first step on with the policy, and nothing is taken over from rollouts.
 _NOT_OF_PPO: dict[str, Any] = {
     **dict.fromkeys(("log_with", "critic", "forward_batch_size", "optimize_cuda_cache")),
     **{"push_to_hub_if_best_kwargs": {}, "optimize_device_cache": False},
@@ -90,7 +91,7 @@ class Stage:
 
     @property
     def accumulated(self) -> int:
-        """The batches of a rehearsed optimizer step: two, as gradients exist from the second on."""
+        """The batches of a rehearsed optimizer step: two at most, the second beside gradients."""
         return min(self.settings.gradient_accumulation_steps, 2)
 
     @property
@@ -152,7 +153,8 @@ class Surface(NamedTuple):
     Attributes:
         run: makes the trainer of a :class:`Stage` and runs it; returns the plan's title, and what
             the plan depends on beside lengths.
-        samples: returns a trainer's texts of a mini-batch, and how many of them no pass splits.
+        samples: gets a trainer; returns the number of texts in a mini-batch, and how many of these
+            texts a pass has at least.
         parts: returns a trainer's further arguments of ``run``, by name.
         settings: the name of the trainer's attribute that holds its settings.
         arguments: the name of the class's attribute that holds the class of its settings.
@@ -176,8 +178,6 @@ def plan_memory(
     """The memory of a trainer whose texts all have their greatest length, rollouts included.
 
     Args:
-        trainer_class: the class of the trainer.
-        settings: the run's settings.
         lengths: tokens of prompt and response, or of a text.
         device: "cpu" or "cuda", for which the memory is counted.
         parts: what the trainer has beside its settings: of PPO the critic's skeleton, of the
@@ -223,7 +223,7 @@ def tokens_of(trainer: Any, lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def reward_model(skeleton: Skeleton) -> Any:
-    """A classifier with one label; to be called within a rehearsal."""
+    """Builds a classifier with one label; to be called within a rehearsal."""
     skeleton = copy.copy(skeleton)
     skeleton.config = copy.deepcopy(skeleton.config)
     skeleton.config.num_labels, skeleton.config.get_text_config().pad_token_id = 1, 0
@@ -266,7 +266,7 @@ def _preferences(stage: Stage) -> tuple[str, dict[str, Any]]:
 
 
 def alternating(completions: Sequence[Any], **_: Any) -> list[float]:
-    """Rewards of 0 and 1, one after the other."""
+    """Rewards of 0 and 1 in turn."""
     return [float(i % 2) for i in range(len(completions))]
 
 

@@ -37,11 +37,11 @@ class Walk(ABC):
         last: the step, from 1, whose samples are drawn again.
 
     Attributes:
-        facts: facts of that step from the ledger.
+        facts: facts of the step ``last`` from the ledger.
         unit: what a step of the ledger is called in messages.
         samples_of: what a step's samples are called in messages.
         others: sources of samples that cannot be drawn again, for messages.
-        strayed: where the number of optimizer steps first differed from the run's; None: nowhere.
+        strayed: where optimizer steps, or PPO's advantages, first differed from the run's; or None.
         walked: the number of the ledger's steps that were walked before ``last``.
 
     Raises:
@@ -117,8 +117,8 @@ class LoopWalk(Walk):
 
     Attributes:
         counted_as: two keys, under which the trainer's saved state counts its generations.
-        stands_in: attributes (object, name, value) to set during the walk, so that this object
-            answers prompts and nothing is recorded.
+        stands_in: attributes (object, name, value) to set during the walk, so that the walk answers
+            prompts and nothing is recorded.
         samples: the samples that were drawn again.
         tolerance: the tolerance for log-probs that were computed in batches of other sizes.
     """

@@ -45,10 +45,10 @@ class Resuming:
         samples: the number of samples in a step of all processes, and the settings whose product it
             is.
         batch_size: samples in a batch of one process.
-        joined: makes one state of a trainer of those that several processes saved.
+        joined: makes one state of a trainer from the states that several processes saved.
         check_foreign: raises BadCheckpoint where the trainer cannot go on from a checkpoint that
             transformers alone has written.
-        adopt: gets facts of the checkpoint's machine, and makes this run's choices as it did.
+        adopt: gets facts of the checkpoint's machine, and takes over its choice of libraries.
     """
 
     identity: Mapping[str, Any]
@@ -108,7 +108,8 @@ class Resuming:
             )
 
     def _of_others(self, states: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
-        """This process's state, made of those that another number of processes had or saved."""
+        """This process's state, made of the states of a run with another number of processes, or
+        with processes that saved none."""
         first, count, index = states[0], _count_of(states[0]), self.processes.index
         same = count == self.processes.count
         warnings.warn(

@@ -139,9 +139,10 @@ class RewardTrainer(SupervisedTrainer):
 
     Raises:
         FileNotFoundError: a path without a model.
+        TypeError: an argument that is refused.
         ValueError: no weight to train, no pad token, ``append_eos`` of an EOS that pads a decoder's
-            texts, data that cannot be used; from :meth:`train`,
-            token columns that the data collator cannot read.
+            texts, data that cannot be used; from :meth:`train`, token columns that the data
+            collator cannot read.
     """
 
     _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "reward-trainer"]  # the model's, on the Hub
@@ -279,8 +280,8 @@ class RewardTrainer(SupervisedTrainer):
             )
 
     def prepare_data(self, dataset: Any, training: bool) -> Any:
-        """A data set with token columns, see :func:`fastrl.data.prepare.prepare_pairs`; for a data
-        collator of a user's, the data set as it is."""
+        """A data set with token columns, see :func:`fastrl.data.prepare.prepare_pairs`; ``dataset``
+        itself for a collator of a user's, or, with a warning, if it has only some such columns."""
         if self._own_collator:
             return dataset
         dataset = with_new_names(dataset)
@@ -356,8 +357,8 @@ class RewardTrainer(SupervisedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean loss of a batch; with ``return_outputs`` also both sides' rewards, [B, labels]
-        each."""
+        """The mean loss of a batch times :attr:`share`; with ``return_outputs`` the mean loss, and
+        both sides' rewards, [B, labels] each."""
         if not (self.use_reward_data_collator or self._said_own_collator):
             self._said_own_collator = True
             warnings.warn(
@@ -449,7 +450,8 @@ class RewardTrainer(SupervisedTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Loss, P(chosen) and P(rejected) [B, 2] by a softmax over the two rewards (means over the
-        model's labels), and which side is preferred: 0, the chosen."""
+        model's labels), and zeros [B], the index of the chosen side; the last two are None with
+        ``prediction_loss_only``."""
         inputs = self.ready_batch(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
@@ -472,7 +474,7 @@ class RewardTrainer(SupervisedTrainer):
         *,
         num_print_samples: int | None = None,
     ) -> dict[str, float]:
-        """Evaluates as ``Trainer`` does, after printing ``num_print_samples`` pairs."""
+        """Evaluates as ``Trainer`` does, after printing some pairs, by default as ``args`` say."""
         if num_print_samples is None:
             num_print_samples = getattr(self.args, "num_print_samples", 4)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -492,8 +494,8 @@ class RewardTrainer(SupervisedTrainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def visualize_samples(self, num_print_samples: int, eval_dataset: Any = None) -> None:
-        """Prints a table of evaluation pairs and P(chosen) and P(rejected), its ``logits``; -1
-        prints all pairs. It is sent to wandb, too, where the run reports there."""
+        """Prints a table of evaluation pairs, with P(chosen) and P(rejected) as ``logits``; -1: all
+        pairs. Where the run reports to wandb, all pairs of the batches that were run go there."""
         if num_print_samples == 0 or self.processing_class is None:
             return
         rows: list[tuple[str, str, list[float]]] = []

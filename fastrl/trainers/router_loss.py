@@ -9,7 +9,8 @@ from fastrl.models.utils import base_of
 
 
 def router_loss(model: Any, asked: float | None, as_configured: bool = False) -> tuple[bool, float]:
-    """Whether a mixture of experts' routers have a loss of their own, and the weight of that loss.
+    """Whether the routers of a mixture of experts learn by a load-balancing loss, and its weight, 0
+    where they do not.
 
     Args:
         asked: the settings' ``router_aux_loss_coef``; None: the model's own.

@@ -1,4 +1,4 @@
-"""The place of a run of transformers' Trainer, which keeps it in local variables or not at all."""
+"""The place of a run; transformers' Trainer keeps it in local variables, or not at all."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ class RunPlace:
         return {"epoch": self.epoch, "minibatches": self.done}
 
     def begin_epoch(self, loader: Any) -> None:
-        """Begins an epoch of a loader, with the random states that it had where it is resumed."""
+        """Begins an epoch of a loader; one that is resumed gets the random states that it had."""
         if self.epoch_is_over:  # else this is the first epoch, or that which the run resumes in
             self.epoch, self.epoch_is_over = self.epoch + 1, False
             self.minibatch = self.done = 0
         if self.random is not None and self.minibatch:
             assert self.resumed is not None
-            restore_random_state(self.resumed["random_at_epoch"])  # samplers may draw from it
+            restore_random_state(self.resumed["random_at_epoch"])  # by which samplers may draw
         else:
             self.restore_draws()
         self.random_at_epoch = random_state()
@@ -96,8 +96,8 @@ class RunPlace:
         self.random = None
 
     def note_draws(self) -> None:
-        """Has what was drawn so far count as drawn before the checkpoint, if that is to be
-        restored."""
+        """Has what was drawn so far count as drawn before the checkpoint, if its generators are yet
+        to be restored."""
         if self.random is not None:
             self.random = random_state()
 
@@ -117,11 +117,7 @@ class FirstToKnow(TrainerCallback):
 
 
 class LastToKnow(TrainerCallback):
-    """Makes the last preparations of a run before its first step, after other callbacks.
-
-    Args:
-        begin: makes the preparations.
-    """
+    """Calls ``begin`` before the first step of a run, after other callbacks."""
 
     def __init__(self, begin: Callable[[], None]):
         self.begin = begin
@@ -136,5 +132,5 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     while loader is not None:
         if isinstance(loader, Sampler) and hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
-        batches = getattr(loader, "batch_sampler", None)  # a stream's has no length: not bool()
+        batches = getattr(loader, "batch_sampler", None)  # bool() fails for a stream's
         loader = getattr(loader, "sampler", None) if batches is None else batches

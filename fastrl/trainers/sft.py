@@ -165,10 +165,10 @@ class SFTTrainer(SupervisedTrainer):
     only; "nll" is fused with it, but for fp16 (``fastrl_kernels.linear_nll_loss``).
 
     Args:
-        model: a causal LM, or its path; the path of a saved adapter, which is trained further.
+        model: a causal LM, or its path; or the path of a saved adapter, which is trained further.
         args: an :class:`SFTConfig`, or transformers' TrainingArguments.
         data_collator: a :class:`DataCollatorForCompletionOnlyLM`, or your own, which gets rows of
-            ``input_ids`` and ``labels``.
+            ``input_ids`` and ``labels``; by default these are padded, or packed.
         train_dataset, eval_dataset: with a column of texts (``dataset_text_field``), with
             ``prompt`` and ``completion``, ``messages``, or ``input_ids``, see
             :func:`fastrl.data.prepare.prepare_texts`; or a stream, with ``max_steps``.
@@ -182,7 +182,7 @@ class SFTTrainer(SupervisedTrainer):
 
     Logs ``mean_token_accuracy`` and ``entropy`` (nats) of the tokens to learn: in training those of
     the step that is logged, in evaluation of all; ``num_tokens`` that were trained on; and
-    ``aux_loss`` where the router's is on.
+    ``aux_loss`` where the routers' loss is on.
 
     Raises:
         FileNotFoundError: a path without a model.
@@ -408,7 +408,8 @@ class SFTTrainer(SupervisedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch, divided by ``num_items_in_batch`` or its tokens to learn; with
+        """The sum of a batch's losses, divided by ``num_items_in_batch`` or its tokens to learn,
+        plus the routers' loss, scaled so that passes are added and processes averaged; with
         ``return_outputs`` also the model's output. Raises ValueError for a batch without labels."""
         if "labels" not in inputs:
             raise ValueError(f"batches need labels, the data collator makes {', '.join(inputs)}")
@@ -638,7 +639,8 @@ def _predictions(scores: TokenScores) -> tuple[Tensor, Tensor]:
 
 
 def _split_collator(collator: Any, args: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:
-    """A user's collator as (one that marks completions, None), or as (None, another one)."""
+    """A user's collator as (one that marks completions, None), or as (None, another one), which is
+    None where the default does the same. Raises ValueError for one that cannot be used."""
     if isinstance(collator, DataCollatorForCompletionOnlyLM):
         if collator.padding_free and args.micro_batch_tokens is not None:
             raise ValueError(

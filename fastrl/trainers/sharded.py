@@ -90,8 +90,7 @@ class Shares:
         """Loads the weights of a checkpoint, whether they are spread there or whole.
 
         Raises:
-            BadCheckpoint: a checkpoint of an adapter that was not spread, whose weights have other
-                names.
+            BadCheckpoint: weights in neither form, as of an adapter that was saved without FSDP.
         """
         if (checkpoint / SHARES).is_dir():
             copy_weights(self._weights(), load_tree(checkpoint / SHARES)["weights"])

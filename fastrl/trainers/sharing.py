@@ -62,7 +62,7 @@ class SharedBatches(BatchSampler):
 
 def weights_of(sizes: Sequence[int | None]) -> list[float]:
     """The factors of the losses of a step's batches, so that their mean is the mean over examples;
-    no factors where all batches have as many examples, or some number is None, not known."""
+    no factors where all batches have as many examples, or where a size is not known (None)."""
     if None in sizes or len({*sizes}) < 2:
         return []
     total = sum(sizes)  # type: ignore[arg-type]
@@ -70,9 +70,9 @@ def weights_of(sizes: Sequence[int | None]) -> list[float]:
 
 
 def share_batches(loader: Any, processes: Processes, sizes: Sequence[int]) -> SharedBatches | None:
-    """Makes a loader that accelerate has prepared yield :class:`SharedBatches`; accelerate itself
-    fills up the last batches with examples that were there before. None, with a warning, where a
-    data set is a stream.
+    """Makes a loader that accelerate has prepared yield :class:`SharedBatches`, and returns these;
+    accelerate itself fills up the last batches with examples that were there before. None, with a
+    warning, where the data set is a stream or the loader has a batch sampler of its own.
 
     Raises:
         ValueError: accelerate is to split batches by itself.
@@ -97,7 +97,7 @@ def share_batches(loader: Any, processes: Processes, sizes: Sequence[int]) -> Sh
         sampler.batch_size *= count
     size = batches.batch_size * count
     shared = SharedBatches(sampler, size, batches.drop_last, processes, sizes)
-    # accelerate's wrapper is made to hand on whole batches, as transformers does for such samplers.
+    # accelerate's wrapper hands on each share whole, as if there were one process.
     wrapper.batch_sampler, wrapper.num_processes, wrapper.process_index = shared, 1, 0
     wrapper.even_batches = False
     return shared

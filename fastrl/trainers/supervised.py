@@ -1,4 +1,4 @@
-"""The base of SFTTrainer and RewardTrainer: settings, models and data sets."""
+"""The base of the trainers for SFT, reward models and pairs: settings, models and data sets."""
 
 from __future__ import annotations
 
@@ -185,8 +185,9 @@ class SupervisedTrainer(BaseTrainer, ABC):
     """transformers' Trainer, which prepares all models and data sets that it gets: at construction,
     from ``model_init``, in ``evaluate`` and in ``predict``.
 
-    Subclasses do so in :meth:`prepare_model` and :meth:`prepare_data`, and set what these need
-    before ``super().__init__``, but for settings and tokenizer, which are there.
+    Subclasses do so in :meth:`prepare_model`, which they call for the constructor's model, and in
+    :meth:`prepare_data`. Before ``super().__init__`` they set what these need; settings and
+    tokenizer, as far as ``prepare_data`` needs them, are set there.
     """
 
     args: Any
@@ -251,7 +252,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
             check_table(self.accelerator.unwrap_model(self.model), self.processing_class, texts)
 
     def check_keywords(self, **keywords: Any) -> None:
-        """Refuses those of ``refused_keywords`` that are not None."""
+        """Raises TypeError for a keyword of ``refused_keywords`` that is not None."""
         for name, value in keywords.items():
             if value is not None:
                 class_name = type(self).__name__
@@ -259,11 +260,11 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     @abstractmethod
     def prepare_model(self, model: Any) -> Any:
-        """The model to train."""
+        """Readies a model for training, and returns it or a model that wraps it."""
 
     @abstractmethod
     def prepare_data(self, dataset: Any, training: bool) -> Any:
-        """The data set that the collator reads."""
+        """The data set as the collator reads it; ``training``: whether it is learned from."""
 
     def _prepared_rows(self, dataset: Any, training: bool) -> Any:
         if "_prepare_dataset" in self.overrides:
@@ -372,7 +373,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         return {**super().own_state(), "last": self._last}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs ``logs`` and the metrics of training since the last log, else those of that log."""
+        """Logs ``logs``, and with a loss of training the latest value of each training metric."""
         if "loss" in logs or "train_loss" in logs:
             metrics: Any = self._metrics["train"]
             self._last |= metrics.take(self.processes)
@@ -434,7 +435,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     @property
     def lowest_precision(self) -> torch.dtype:
-        """The dtype in which forwards compute, where weights are in float32."""
+        """The precision of forwards with float32 weights: bfloat16 under autocast, also to fp16."""
         return torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
 
     @property
@@ -497,12 +498,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     @abstractmethod
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
-        """Metrics of an evaluation, from the arguments of :meth:`held_out` of all examples.
-
-        Args:
-            counts: [N].
-            columns: [N, K].
-        """
+        """Metrics of an evaluation of N examples, from all that :meth:`held_out` got of them:
+        ``counts`` [N], and ``columns`` [N, K]."""
 
     def held_out(self, sums: Tensor, counts: Tensor, *columns: Tensor) -> None:
         """Adds the losses of a batch's examples to those of the evaluation.

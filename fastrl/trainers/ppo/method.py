@@ -68,7 +68,7 @@ def correction_of(config: PPOConfig) -> ImportanceWeights | None:
 
 
 def old_logprobs_of(config: PPOConfig, *, needs_logits: bool, recomputes: bool) -> str:
-    """The kind of :class:`fastrl.learn.old_logprobs.OldLogprobs`.
+    """The argument ``kind`` of :class:`fastrl.learn.old_logprobs.OldLogprobs`.
 
     Args:
         needs_logits: whether the policy's logits are needed, for the KL over the vocabulary.
@@ -85,7 +85,7 @@ def loss_of(config: PPOConfig, *, values: bool | None = None, routes: bool = Fal
 
     Args:
         values: whether the policy learns values; None: where the advantage needs them.
-        routes: whether the policy is a mixture of experts.
+        routes: whether the policy is a mixture of experts whose routers can be followed.
     """
     high = config.cliprange if config.cliprange_high is None else config.cliprange_high
     kind = config.loss_denominator  # "auto": the mini-batch with values, as in TRL, else the step
@@ -115,7 +115,8 @@ def gradient_of(
     """The gradient step of a loss, by the settings.
 
     Args:
-        decode: the handler of non-finite numbers, or ``decode`` of a new one.
+        decode: a handler of non-finite numbers; or the argument ``decode`` of the
+            :class:`NonFiniteNumbers` that is made.
     """
     nonfinite = decode
     if not isinstance(nonfinite, NonFiniteNumbers):
@@ -133,7 +134,7 @@ def gradient_of(
 
 
 def epochs_of(config: PPOConfig, processes: int) -> Epochs:
-    """The epochs of an update, whose sizes are the configuration's times the processes."""
+    """The epochs of an update; batch sizes are those of the configuration times ``processes``."""
     return Epochs(
         config.ppo_epochs,
         config.batch_size * processes,

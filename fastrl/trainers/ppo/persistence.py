@@ -65,21 +65,14 @@ def load_checkpoint(
 
 
 class ModelFiles:
-    """The files of a PPOTrainer's model.
-
-    Args:
-        model: the policy as it is trained, wrapped for several processes.
-    """
+    """The files of a PPOTrainer's model; ``model`` is the policy, wrapped for several processes."""
 
     def __init__(self, state: TrainerState, model: Any, accelerator: Accelerator):
         self.state, self.model, self.accelerator = state, model, accelerator
 
     def save(self, folder: str | Path, write_card: Callable[[str | Path], None]) -> None:
-        """See :meth:`fastrl.PPOTrainer.save_pretrained`.
-
-        Args:
-            write_card: writes the model's card where there is none.
-        """
+        """See :meth:`fastrl.PPOTrainer.save_pretrained`; ``write_card`` is called where there is no
+        model card."""
         state, accelerator = self.state, self.accelerator
         state.reference.verify()
         is_main = state.processes.is_main
@@ -106,11 +99,11 @@ class ModelFiles:
         write_model_card(folder, name or Path(folder).absolute().name, self.state.policy, training)
 
     def push_if_best(self, scores: Tensor, push: Callable[..., Any]) -> None:
-        """Uploads the model if the mean of the scores [B] is the highest so far, in every
-        ``compare_steps``-th step; never without ``push_to_hub_if_best_kwargs``.
+        """Uploads the model where the mean of the scores [B] is above that of each earlier upload,
+        in every ``compare_steps``-th step; never without ``push_to_hub_if_best_kwargs``.
 
         Args:
-            push: uploads the model; called with the arguments of that setting.
+            push: uploads the model; called with ``push_to_hub_if_best_kwargs``.
         """
         state = self.state
         arguments = json_object(state.config.push_to_hub_if_best_kwargs)

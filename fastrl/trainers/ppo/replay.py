@@ -1,4 +1,4 @@
-"""The samples of a PPO run's earlier step, drawn again after updates on the ledger's samples."""
+"""Replay of a PPO run: a step's samples are drawn again, after updates on the ledger's samples."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def replay(
     rewards; and draws the step's samples by the seed and ids that keyed their draws. On the
     machine, threads and versions of the run they are the recorded ones bit for bit; a warning says
     what differs. For a run of several processes one process does the updates of all, equal but for
-    the rounding of sums: log-probs and values are the recorded ones within √ε of their dtype, or
-    bit for bit where no update lies between checkpoint and step. Afterwards the trainer is as the
-    run's trainer was when it drew the samples. Nothing is pushed to the Hub.
+    the rounding of sums: after such updates, or where dynamic sampling replaced samples, log-probs
+    and values are the recorded ones within √ε of the model's precision. Afterwards the trainer is
+    as the run's trainer was when it drew the samples. Nothing is pushed to the Hub.
 
     Args:
         trainer: made as for the run, from the same model, in one process; ``batch_size`` and
@@ -71,7 +71,8 @@ def replay(
     Raises:
         ValueError: the ledger lacks the step, a step between it and the checkpoint, or arguments of
             ``generate``; samples that cannot be drawn again, such as a rollout_func's; a trainer of
-            other settings or of several processes; a damaged file of the ledger.
+            other settings or several processes, or, without a checkpoint, one that has done steps;
+            a damaged file of the ledger.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
     return _StepWalk(trainer, output, step).replay(generation_kwargs, progress)
@@ -126,11 +127,12 @@ class _StepWalk(Walk):
         return Replayed(last, begun_at, samples, self.strayed, samples[0].tolerance, self.walked)
 
     def _load_checkpoint(self) -> int:
-        """Loads the newest good checkpoint from before the step, if there is one; returns its
-        number of steps.
+        """Loads the newest good checkpoint from before step ``last``, if there is one; returns its
+        number of steps, else 0.
 
         Raises:
-            ValueError: there is none, and the trainer is not new or the ledger begins later.
+            ValueError: without a checkpoint, a trainer that has done steps, or a ledger that begins
+                after step 1.
         """
         trainer, folder = self.trainer, self.folder.checkpoints
         checkpoint = Checkpoints(folder).newest_good(before=self.last)
@@ -154,7 +156,7 @@ class _StepWalk(Walk):
         return 0
 
     def _update(self, step: int) -> None:
-        """Does a step's update; ``strayed`` gets the first update that differs from the run's."""
+        """Does a step's update; ``strayed`` gets the first with other advantages than the run's."""
         trainer = self.trainer
         rows = self.rows(step, _COLUMNS)
         rollout = recorded_rollout(rows, trainer.config.temperature)
@@ -183,7 +185,7 @@ class _StepWalk(Walk):
             trainer.rollouts.load_state_dict({"rooms": room})
             prompts = [torch.tensor(row["prompt_ids"]) for row in part[::size]]
             ids = [row["sample_id"] for row in part[::size]]
-            # GenerateBackend seeds processes so: it does not key draws by the sample.
+            # GenerateBackend, whose draws have no keys, thus gives each process another seed.
             seed = seed if slots else seed ^ process
             outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))
         return compared(rows, Samples.joined(outputs), trainer.config.temperature, tolerance)

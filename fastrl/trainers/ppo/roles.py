@@ -64,7 +64,7 @@ class Stepping(Resumable, Protocol):
 
     @property
     def weights_version(self) -> int:
-        """The number of optimizer steps so far."""
+        """The number of the policy's optimizer steps so far."""
 
     @property
     def step(self) -> Callable[..., dict[str, Any]]:
@@ -87,7 +87,7 @@ class Run(Protocol):
 
     @property
     def code(self) -> dict[str, str]:
-        """Hashes of users' functions."""
+        """Hashes of the users' functions that the run calls."""
 
     @property
     def last_step(self) -> int:

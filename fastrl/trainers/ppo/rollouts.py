@@ -36,7 +36,7 @@ from fastrl.rollout.generation_kwargs import (
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
 
-REMEMBERED = 1 << 14  # the most samples, the latest, that a memory keeps
+REMEMBERED = 1 << 14  # a RolloutMemory keeps at most so many samples, the latest ones
 
 
 class Rollouts:
@@ -44,11 +44,8 @@ class Rollouts:
 
     Args:
         config: names the temperature T of the policy softmax(logits / T), and the backend.
-        policy: the model.
-        wrapped: the same model, wrapped by accelerate.
-        tokenizer: the policy's tokenizer.
-        reference: the reference policy.
-        optimizer: torch's own, whose steps make the log-probs out of date.
+        wrapped: ``policy``, wrapped by accelerate.
+        optimizer: the policy's, not wrapped; its steps make the log-probs out of date.
         accelerator: gives autocast and the device.
         processes: each of which generates responses to prompts of its own.
     """
@@ -153,8 +150,8 @@ class Rollouts:
         """Samples ``samples`` responses to each prompt, one after the other; they come without
         their prompts, with finish reasons and timings.
 
-        Sampled from softmax(logits / T) unless ``generation_kwargs`` changes that; of the model's
-        generation_config only the tokens that end a response are used.
+        Tokens are drawn from softmax(logits / T) unless ``generation_kwargs`` say otherwise; of the
+        model's generation_config only the tokens that end a response are used.
 
         Args:
             seed: seeds the draws; None takes what is needed from torch's own generator.
@@ -170,7 +167,7 @@ class Rollouts:
         return self.run(Request(prompts, ids, kwargs, batch_size, samples=samples, seed=seed))
 
     def run(self, request: Request) -> Samples:
-        """Samples from the policy."""
+        """The policy's responses to a request, ``request.samples`` for each prompt."""
         return self._run(self.model, request)
 
     def decode(self, prompt: Tensor, response: Tensor) -> str:
@@ -185,9 +182,9 @@ class Rollouts:
         choices where they are replayed.
 
         Raises:
-            ValueError: the responses are not the rollout's sequences; choices that are to be
-                replayed are not known.
-            TypeError: ``rollout`` is no :class:`Samples`, or has log-probs that are no tensors.
+            ValueError: the responses are not the rollout's sequences; a column of the rollout has
+                another length or shape; choices that are to be replayed are not known.
+            TypeError: ``rollout`` is no :class:`Samples`, or its numbers are no tensors.
         """
         if rollout is None:
             known = self.memory.find(queries, responses)
@@ -213,7 +210,8 @@ class Rollouts:
         self.backend.expect(tokens)
 
     def before_update(self) -> None:
-        """Frees the engine's memory for an update, where ``rollout_sleep`` is set."""
+        """Frees the engine's memory for an update where ``rollout_sleep`` is set; notes from which
+        state of torch's generator :meth:`generate` drew."""
         self._earlier_drew_from, self._drew_from = self._drew_from, b""
         self.backend.before_update()
 
@@ -297,7 +295,7 @@ class SamplingArguments:
         """:meth:`of_the_policy` for a whole run; warns of greedy decoding, too.
 
         Raises:
-            ValueError: another temperature; a value that is out of range.
+            ValueError: another temperature; an unknown argument; a value that is out of range.
         """
         check_names(arguments, self.model)
         kwargs = self.of_the_policy(arguments)

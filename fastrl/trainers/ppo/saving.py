@@ -30,10 +30,11 @@ class Saving(Protocol):
         """The folder of the ledger in the run's output; None without an output."""
 
     def opened(self, loop: Run) -> AbstractContextManager[bool]:
-        """Context of the run; yields whether the run goes on from a checkpoint."""
+        """Context of the run; yields whether the run goes on from a checkpoint. With a folder it
+        raises the errors of :meth:`RunFolder.claim` and ``find_checkpoint``."""
 
     def mark(self) -> None:
-        """Keeps the random states and counts that the next step changes before its update."""
+        """Keeps random states and numbers of steps before a next step, for :meth:`save_before`."""
 
     def save_if_due(self, step: int, *, last: bool, stops: bool) -> bool:
         """Saves the state after a step where that is due or the run stops; returns if it did."""
@@ -87,7 +88,8 @@ class SavedInFolder:
     """A run with a folder: metrics and checkpoints are written there.
 
     A checkpoint is written after every ``save_every`` steps and the last one; when the run is asked
-    to stop; and after an exception, with the state before the step that failed.
+    to stop; and after an exception, with the state before the step that failed, unless that step
+    has begun to change weights.
 
     Args:
         save_every: steps between two checkpoints; 0: only when the run is stopped, or fails.
@@ -95,9 +97,6 @@ class SavedInFolder:
         resume: True or "latest": the newest good checkpoint of the folder, or the beginning where
             there is none; or the folder of a checkpoint or a run.
         overwrite: remove an earlier run in the folder.
-
-    Raises:
-        ValueError: see :meth:`RunFolder.claim` and ``find_checkpoint``.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class SavedInFolder:
         return {"output": "a folder", "save_every": self.save_every, "resume": bool(self.resume)}
 
     def save(self) -> Path:
-        """Writes a checkpoint of the state after the last complete step."""
+        """Writes a checkpoint of the state after the last complete step; returns its path."""
         self._write(self.trainer.state_dict(), self.processes)
         return self.checkpoints.path(self.trainer.current_step)
 

@@ -219,8 +219,8 @@ def prepared(
 ) -> tuple[Any, ...]:
     """Model, optimizer, and others (a dataloader and a scheduler, or None) wrapped by accelerate,
     but without DDP in a single process (``torchrun --nproc-per-node 1``). With FSDP2 it raises
-    ValueError for four-bit weights, or for layers shared with the reference that only one process
-    loads."""
+    ValueError for four-bit weights, or, where only the main process loads weights, for layers that
+    are shared with the reference."""
     if accelerator.is_fsdp2:
         refuse_quantised(model, "a model that FSDP spreads", WITHOUT_FSDP)
         if getattr(model, "trunk", None) is not None and loads_once(accelerator):

@@ -163,7 +163,7 @@ class TrainerState:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings; a run that resumes with other ones gets a warning."""
+        """Settings, and hashes of users' code; a run that resumes with others gets a warning."""
         return {**deciding(self.config.to_dict()), **self.own_code}
 
     @cached_property
@@ -179,8 +179,8 @@ class TrainerState:
         }
 
     def _check_processes(self, count: int, batch_size: int) -> None:
-        """Compares a checkpoint's run of ``count`` processes and ``batch_size`` samples in a step,
-        over all of them, with this run."""
+        """Raises BadCheckpoint where a checkpoint's run had another number of processes, ``count``,
+        and another number of samples in a step of all of them, ``batch_size``."""
         count_now = self.processes.count
         now = self.config.batch_size * count_now
         if count_now != count and now != batch_size:

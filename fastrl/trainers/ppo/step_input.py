@@ -73,11 +73,11 @@ class StepInputs:
     Args:
         size: the number of samples that each process has in a step.
         masks_truncated: whether responses that were cut get the weight 0.
-        per_token: whether it matters which tokens scores are of.
+        per_token: whether it matters to advantages which token of a response a score is for.
         rollouts: keeps log-probs of responses that it has generated.
-        temperature: the policy's.
         reads_sampler: whether the sampler's log-probs are needed.
-        name_in: returns, for queries, what names one of them by its index, for messages.
+        name_in: a function of queries; it returns a function that names, for messages, the query
+            at an index.
         device: the device of the samples' weights.
     """
 
@@ -115,7 +115,7 @@ class StepInputs:
         """The samples of all processes.
 
         Raises:
-            ValueError, FloatingPointError: see ``step``; raised in all processes.
+            TypeError, ValueError, FloatingPointError: see ``step``; raised in all processes.
         """
         with self.processes.together():
             data.check_batch_size(queries, responses, self.size)

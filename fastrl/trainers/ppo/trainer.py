@@ -96,7 +96,7 @@ class PPOTrainer:
         config: see :class:`fastrl.PPOConfig`.
         model: the policy with its value head: a causal language model, or an encoder–decoder,
             whose encoder reads the queries and whose decoder writes the responses. Where
-            ``PPOConfig.advantage`` is a group baseline no values are learned: pass a
+            ``PPOConfig.advantage`` is not "gae" no values are learned: pass a
             :class:`fastrl.models.CausalLMPolicy`, or a plain causal language model, which is
             wrapped in one; a value head is frozen.
         ref_model: the reference policy; None makes it as ``PPOConfig.reference`` says.
@@ -107,7 +107,7 @@ class PPOTrainer:
         data_collator: makes the dataloader's batches; by default dicts become a dict of lists, and
             torch's ``default_collate`` takes tuples and tensors.
         num_shared_layers: bottom layers that policy and reference share, frozen; in place of the
-            configuration's. Ignored, with a warning, where a ``ref_model`` is given.
+            configuration's. Ignored, with a warning, where a ``ref_model`` shares none.
         lr_scheduler: stepped once per step(), and wrapped by accelerate; or a function that makes
             it of the optimizer.
         training_data_collator: pads model inputs in place of the trainer; gets dicts of
@@ -117,7 +117,7 @@ class PPOTrainer:
             one label (a reward model, say) or its path.
 
     Attributes:
-        autocast_by_default: the mixed precision, where no setting named it; None: accelerate's.
+        autocast_by_default: the mixed precision that the trainer chose; None: it chose none.
         rollouts: generates responses, and keeps their log-probs.
         reference: the reference policy; ``ref_model`` is its model.
         scorer: runs policy and reference over a batch.
@@ -217,7 +217,7 @@ class PPOTrainer:
             config.use_score_scaling, config.use_score_norm, config.score_clip, self.running
         )
         self.products = Products(self.processes)
-        # TRL's name, called with log-probs.
+        # TRL has a method of this name; programs call it with log-probs.
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_in_loss = method.has_kl_in_loss(config)
         self.advantages = method.advantages_of(config)
@@ -339,8 +339,8 @@ class PPOTrainer:
                 last token that counts; or 1-D tensors with a number for each token of a response,
                 added to that token's reward. A sample's score, below and for a group's baseline, is
                 then their sum.
-            response_masks: for each response, which of its tokens count; others get no reward, no
-                loss, and are skipped by the advantages.
+            response_masks: for each response a 1-D tensor, which of its tokens count; others get no
+                reward, no loss, and are skipped by the advantages.
             rollout: the samples that the responses come from; their log-probs and values may serve
                 as the old ones (``PPOConfig.old_logprobs``). Responses that this trainer's
                 generate() returned with the current weights are recognised without it. For another
@@ -358,10 +358,11 @@ class PPOTrainer:
             the statistics of ``docs/statistics.md``: numbers, and arrays of distributions.
 
         Raises:
-            ValueError: names the argument and the element; nothing has changed then. With
-                ``on_nonfinite="raise"`` that includes a score that is not finite.
-            FloatingPointError: numbers of all samples are not finite; with ``on_nonfinite="raise"``
-                numbers of a sample, a loss or a gradient are not.
+            ValueError: names the argument and the element; nothing has changed then. That includes
+                scores none of which is finite; with ``on_nonfinite="raise"`` any that is not.
+            TypeError: ``rollout`` is no :class:`Samples`, or its numbers are no tensors.
+            FloatingPointError: other numbers of all samples are not finite; with
+                ``on_nonfinite="raise"`` those of a sample, a loss or a gradient are not.
             torch.OutOfMemoryError: a single sample does not fit into memory.
 
         The trainer can be used after any exception: no gradient is left, and the running
@@ -462,7 +463,7 @@ class PPOTrainer:
         result.update(self.warmup.statistics(learning))
         warn_of_negative_kl(result["objective/kl"])
 
-        # Last, so that an exception leaves all of it unchanged.
+        # This state changes last, so that an exception leaves all of it unchanged.
         self.experience = replace(experience, tokens=replace(batch, boundaries=None, experts=None))
         self.running.become(moments)
         if learning.policy_learns:
@@ -515,7 +516,7 @@ class PPOTrainer:
     def compute_advantages(
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes advantages by ``PPOConfig.advantage``: generalised advantage estimates, whitened
+        """Computes ``PPOConfig.advantage``: generalised advantage estimates or returns, whitened
         over the batch, or differences from a group's baseline. A subclass may override it.
 
         Tensors are [B, T-1] fp32: column t is of token t + 1 of a row, and rows are the samples of
@@ -680,10 +681,11 @@ class PPOTrainer:
             FolderInUse: an OSError: another process writes to ``output``.
             TimeoutError: a reward function took longer than ``reward_timeout``.
             Exception: what a reward function raised.
-            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved; the
-                second is also a SystemExit, with status 143.
+            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved in
+                ``output``, if there is one; SIGTERM's is also a SystemExit, with status 143.
 
-        An exception in a step leaves a checkpoint in ``output``: the state before that step.
+        An exception in a step that has not changed weights yet leaves a checkpoint in ``output``:
+        the state before that step.
         """
         numbers = Numbers(
             steps,
@@ -724,12 +726,12 @@ class PPOTrainer:
             return loop.run()
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
-        """Makes a shuffled loader of whole batches of ``batch_size / group_size`` samples.
+        """Makes a shuffled loader of whole batches of ``batch_size / group_size`` prompts.
 
         Of a ``datasets.Dataset``, columns that neither the model's forward nor the classic loop
         reads are dropped, unless ``remove_unused_columns`` is off. By default dicts become a dict
         of lists, and tuples and tensors are collated by torch's ``default_collate`` (a list of
-        tensors where their shapes differ). Fewer samples than a batch give an empty loader, and a
+        tensors where their shapes differ). Fewer prompts than a batch give an empty loader, and a
         warning.
         """
         arguments = inspect.signature(self._unwrapped.forward).parameters
@@ -739,8 +741,8 @@ class PPOTrainer:
     def record_step_stats(
         self, kl_coef: float, sampler: Mapping[str, Tensor] | None = None, **step: Any
     ) -> dict[str, Any]:
-        """Statistics of a step, fetched from the device in one transfer: those of ``step``, the
-        arguments of :func:`fastrl.trainers.ppo.stats.device_stats`, and the scalars ``sampler``."""
+        """Statistics of a step by name, fetched from the device in one transfer. ``step`` holds the
+        arguments of :func:`fastrl.trainers.ppo.stats.device_stats`; ``sampler`` more scalars."""
         batch, record = step["batch"], step["record"]
         of_groups = self.advantages.statistics(step["scores"])
         of_update = stats.device_stats(**step, vf_coef=self.config.vf_coef)
@@ -762,7 +764,8 @@ class PPOTrainer:
         responses: Sequence[Tensor],
         masks: Sequence[Tensor] | None = None,
     ) -> float:
-        """Mean over samples of Σ_t KL(policy || reference), by the configured penalty.
+        """Mean over samples of Σ_t KL(policy || reference), by the configured penalty; NaN without
+        samples or a reference.
 
         Args:
             queries, responses: the same in every process.
@@ -871,9 +874,10 @@ class PPOTrainer:
         advantages: Tensor,
         returns: Tensor,
     ) -> dict[str, Tensor]:
-        """Takes an optimizer step on :meth:`loss`; returns the statistics of that.
+        """Takes an optimizer step on :meth:`loss`; returns the statistics of that loss.
 
-        The step is left out, with a warning, where the loss or its gradient is not finite.
+        The step is left out, with a warning, where the loss or its gradient is not finite; with
+        ``on_nonfinite="raise"`` it raises FloatingPointError instead.
         """
         policy_loss, value_loss, statistics = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
@@ -935,7 +939,7 @@ class PPOTrainer:
         )
 
     def _name_in(self, queries: Sequence[Tensor]) -> Callable[[int], str]:
-        """Names a sample by the text of its query."""
+        """Returns a function that names the sample at an index by the text of its query."""
         return lambda i: repr(self.tokenizer.decode(queries[i]))
 
     def plan(
@@ -945,7 +949,7 @@ class PPOTrainer:
         passes: PassSize | None = None,
         device: str | None = None,
     ) -> Plan:
-        """What a step with such prompts and responses needs of memory, phase by phase, rollouts
+        """What a step on prompts and responses of these lengths needs of memory, by phase, rollouts
         included: see :meth:`fastrl.trainers.base.BaseTrainer.plan`."""
         return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
 
@@ -976,7 +980,7 @@ class PPOTrainer:
 
     @property
     def own_code(self) -> dict[str, str]:
-        """Hashes of the users' functions by which the trainer learns, as of its construction."""
+        """Hashes of the users' functions by which the trainer learns, as this was first read."""
         return self._state.own_code
 
     def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
@@ -985,17 +989,18 @@ class PPOTrainer:
         Tensors are the trainer's, not copies, and spread over processes where the trainer's are.
 
         Args:
-            random: the random states of the processes that are known; None: gathers all of them.
+            random: random states, of the first processes; None: gathers those of all processes.
         """
         return self._state.tree(random)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another trainer was, which must have been made from the same model and
-        settings: frozen weights and a fixed reference are not in its state.
+        """Goes on where another trainer was, which must have been made from the same model: frozen
+        weights and a fixed reference are not in its state. Warns of settings that differ.
 
         Raises:
-            BadCheckpoint: a ValueError: the state of another model, tokenizer, method, reference or
-                number of processes; nothing has changed then.
+            BadCheckpoint: a ValueError: the state of another model, tokenizer, method, reference,
+                critic or optimizer, or of another number of processes that together had another
+                batch size; nothing has changed then.
         """
         self._state.load(state)
 
@@ -1057,7 +1062,7 @@ class PPOTrainer:
 
     @property
     def weights_version(self) -> int:
-        """The number of optimizer steps so far."""
+        """The number of the policy's optimizer steps so far."""
         return self.update.gradient.engine.steps
 
     def computing(self) -> AbstractContextManager[None]:
