@@ -9,6 +9,7 @@ them in another version of transformers.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import warnings
 from collections.abc import Iterator
@@ -125,15 +126,16 @@ class OpenTrainer(transformers.Trainer):
         latest = self.latest_step() if resumes else (None, None)
         self._at = StepsOfEpoch(model, epoch, steps_in_epoch, ends, behind - 1, *latest)
         feed = self._updates(train_dataloader, num_update_steps_per_epoch, behind)
-        over = self.is_over()  # an evaluation that the checkpoint says is due may end the run
-        if over:
-            feed = iter(())
-        elif resumes and not behind:
+        if resumes and self.ends_as_it_begins():
+            if behind:
+                self.end_epoch()
+            return
+        if resumes and not behind:
             self._load_rng_state(resume_from_checkpoint)
         elif behind:
             feed = self._restoring(feed, resume_from_checkpoint)
         self.drive(feed)
-        if self._at.batch < 0 and not over:
+        if self._at.batch < 0:
             warnings.warn(
                 "the data have no sample for an epoch: training stops at step "
                 f"{self.state.global_step}; a stream may be shorter than max_steps says",
@@ -260,6 +262,16 @@ class OpenTrainer(transformers.Trainer):
     def is_over(self) -> bool:
         """Whether no further batch of this epoch is learned."""
         return self.control.should_epoch_stop or self.control.should_training_stop
+
+    def ends_as_it_begins(self) -> bool:
+        """Whether what was due behind the step that a run goes on from ends the run."""
+        return False
+
+    def callback_states(self) -> list[tuple[Any, dict[str, Any]]]:
+        """The callbacks whose states checkpoints hold, each with its attributes' values."""
+        callbacks: Any = self.callback_handler.callbacks
+        stateful = (x for x in callbacks if isinstance(x, ExportableState))
+        return [(x, copy.deepcopy(x.state()["attributes"])) for x in stateful]
 
     def latest_step(self) -> tuple[float | None, float | None]:
         """The gradient's norm and the learning rate of the latest step, or None, None."""

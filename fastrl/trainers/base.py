@@ -354,6 +354,8 @@ class BaseTrainer(OpenTrainer):
         return settings_of_results(self.args, self.own_settings())
 
     def begin_at(self, epoch: int, minibatches: int, epochs: int) -> tuple[int, int]:
+        # Callbacks that were added or restored since stand before it.
+        self.callback_handler.callbacks.sort(key=lambda x: isinstance(x, LastToKnow))
         over = self.state.global_step >= self.state.max_steps
         skips = not self.args.ignore_data_skip
         return self._run.begin_at(epoch, minibatches, skips=skips, last=epochs if over else None)
@@ -382,11 +384,18 @@ class BaseTrainer(OpenTrainer):
     def _conclude_due(self, state: Mapping[str, Any]) -> None:
         """Does the logging and evaluation after a checkpoint's step that an exception prevented,
         with the generators in the states that they had then."""
-        run, control, due = self._run, self.control, state["due"]
+        run, control, due, args = self._run, self.control, state["due"], self.args
         restore_random_state(state["random"])
-        control.should_log, control.should_evaluate = due["log"], due["evaluate"]
+        control.should_log = due["log"] and args.logging_strategy != "no"
+        control.should_evaluate = due["evaluate"] and args.eval_strategy != "no"
         self.log_evaluate_and_save()
         run.note_draws()
+        run.is_ended = control.should_training_stop
+        if self.saves_when_it_fails:  # what has been done is not due any more
+            self.save_checkpoint()
+
+    def ends_as_it_begins(self) -> bool:
+        return self._run.is_ended
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs means over the steps that updated the weights, without ``model_preparation_time``,
@@ -401,11 +410,13 @@ class BaseTrainer(OpenTrainer):
                 if name in logs:
                     logs[name] = round(logs[name] * logs["train_runtime"] / seconds, 3)
             logs["train_runtime"] = round(seconds, 4)
-        if self._run.behind_step:
-            self._mark()  # what was logged is not logged again, even if a callback fails
-        super().log(logs, start_time)
-        if self._run.behind_step:
-            self._mark()  # nor is it if a later part fails, such as an evaluation
+        try:
+            super().log(logs, start_time)
+        finally:
+            # What was logged is not logged again, whatever fails; an evaluation is done as a whole.
+            if self._run.behind_step and not any(name.startswith("eval_") for name in logs):
+                self._mark()
+                self._mark_evaluation()
         older = len(self.state.log_history) - KEPT_LOGS
         if older > 0:
             if not self._run.forgets:
@@ -683,12 +694,12 @@ class BaseTrainer(OpenTrainer):
             ends = ends or self.state.epoch % 1 == 0
             run.save_is_due = not (run.epoch_is_over or (not ends and self.at_rest()))
             control.should_save = not run.save_is_due
-        run.evaluates = control.should_evaluate
-        took_long = control.should_save or run.evaluates
+        took_long = control.should_save or control.should_evaluate
+        self._mark_evaluation()
         if self.args.logging_strategy == "no":
             self._metrics["train"].drop()
         self.log_evaluate_and_save()
-        run.behind_step = run.evaluates = False
+        run.behind_step, run.before_evaluation = False, None
         self._mark()
         return took_long
 
@@ -743,7 +754,7 @@ class BaseTrainer(OpenTrainer):
         return self.checkpoints.path(step).is_dir()
 
     def _state(self) -> dict[str, Any]:
-        run, folder = self._run, self.run_folder
+        run = self._run
         # A run that has all its steps leaves its last epoch, often before the epoch's end.
         cut = self.control.should_training_stop and self.state.epoch % 1 != 0
         return {
@@ -759,7 +770,7 @@ class BaseTrainer(OpenTrainer):
             "latest": self.latest_step(),
             "due": run.due,
             "seconds": time.time() - run.begun,
-            "rows": None if folder is None else folder.count_rows(),
+            "rows": self._rows() if run.due is None else run.due["rows"],
             "kept": self.kept,
             "own": self.own_state(),
         }
@@ -807,16 +818,30 @@ class BaseTrainer(OpenTrainer):
         self.save_checkpoint()
         return self.checkpoints.path(step)
 
+    def _rows(self) -> int | None:
+        """The number of rows in the metrics' file; None where there is none."""
+        return None if self.run_folder is None else self.run_folder.count_rows()
+
+    def _mark_evaluation(self) -> None:
+        """Keeps what an evaluation behind the step changes, where one is due."""
+        run = self._run
+        if run.before_evaluation is not None or self.control.should_evaluate:
+            run.before_evaluation = self.callback_states(), self._rows()
+
     def _note_due(self) -> None:
         """Notes what is still to be done behind the step, for a run that is resumed. An evaluation
-        is done again as a whole, and what it has logged is dropped."""
+        is done again as a whole: what it has logged is dropped, callbacks are as they were before
+        it."""
         run, control, history = self._run, self.control, self.state.log_history
-        evaluates = run.evaluates or control.should_evaluate
-        run.due = {"log": control.should_log, "evaluate": evaluates}
+        evaluates = run.before_evaluation is not None or control.should_evaluate
+        states, rows = run.before_evaluation or ([], self._rows())
+        run.due = {"log": control.should_log, "evaluate": evaluates, "rows": rows}
+        for callback, attributes in states:
+            vars(callback).update(attributes)
         if evaluates:
             step = self.state.global_step
             history[:] = [
                 row
                 for row in history
-                if row["step"] != step or not any(name.startswith("eval_") for name in row)
+                if row.get("step") != step or not any(name.startswith("eval_") for name in row)
             ]

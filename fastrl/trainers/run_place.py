@@ -34,7 +34,9 @@ class RunPlace:
     save_is_due: bool = False  # a save waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     behind_step: bool = False  # a step is being logged, evaluated and saved
-    evaluates: bool = False  # an evaluation is due behind the step, or going on
+    # Behind a step that is to be evaluated: states of callbacks, and rows of the metrics' file.
+    before_evaluation: tuple[list[tuple[Any, dict[str, Any]]], int] | None = None
+    is_ended: bool = False  # by what was due behind the step that it goes on from
     due: dict[str, bool] | None = None  # what an exception has kept from being done behind a step
     ignored: Any = None  # keys of outputs that evaluations leave out
     loss: torch.Tensor | None = None  # the sum of losses since the last log, before the next step
@@ -57,6 +59,7 @@ class RunPlace:
         self.random = None
         if self.resumed is not None:
             self.random = self.resumed["random"]
+            self.random_at_epoch = self.resumed["random_at_epoch"]
             if skips:
                 place = self.resumed["place"]
                 epoch, minibatches = place["epoch"], place["minibatches"]

@@ -412,8 +412,8 @@ def test_after_an_exception_behind_a_step_what_was_due_is_done(
     def judged(folder: Path, **given: Any) -> SFTTrainer:
         told = {f"{x}_strategy": strategy for x in ("eval", "save")}
         steps = {"save_steps": 1, "eval_steps": 1, "logging_steps": 1}
-        best = {"load_best_model_at_end": True, "greater_is_better": True}
-        return make(folder, **told, **steps, **best, metric_for_best_model="eval_loss", **given)
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        return make(folder, **told, **steps, **best, **given)
 
     at = At(event, failed, failing)
     trainer = judged(tmp_path / "run", callbacks=[at] if event.startswith("on_") else [])
@@ -433,6 +433,85 @@ def test_after_an_exception_behind_a_step_what_was_due_is_done(
     again, whole = resumed(judged, tmp_path / "run", True), straight(judged, tmp_path / "whole")
     assert_same_run(again, whole)
     assert again.state.best_global_step == whole.state.best_global_step
+    best = [Path(str(x.state.best_model_checkpoint)).name for x in (again, whole)]
+    assert best[0] == best[1]
+
+
+class Stops(TrainerCallback):
+    """Stops a run by what an evaluation of a step says."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+@pytest.mark.parametrize(("failed", "strategy"), [(3, "steps"), (4, "steps"), (4, "epoch")])
+def test_an_evaluation_that_is_due_may_end_the_run(
+    failed: int, strategy: str, tmp_path: Path
+) -> None:
+    """It leaves what a run that has not failed leaves, from which others go on."""
+
+    def stopping(folder: Path, *others: Any, stops: bool = True, **given: Any) -> SFTTrainer:
+        told = {f"{x}_strategy": strategy for x in ("eval", "save")}
+        callbacks = [*[Stops(failed)] * stops, *others]
+        return make(folder, **told, eval_steps=1, logging_steps=1, callbacks=callbacks, **given)
+
+    whole = straight(stopping, tmp_path / "whole")
+    fails = stopping(tmp_path / "run", At("on_prediction_step", failed, failing))
+    with pytest.warns(UserWarning, match="the state is saved"), pytest.raises(RuntimeError):
+        fails.train()
+    again = resumed(stopping, tmp_path / "run", True)
+    assert_same_run(again, whole)
+    assert again.state.global_step == failed
+
+    def on(folder: Path) -> SFTTrainer:
+        return stopping(folder, stops=False)
+
+    assert_same_run(*(resumed(on, tmp_path / name, True) for name in ("run", "whole")))
+
+
+def test_an_evaluation_that_is_switched_off_is_not_due(tmp_path: Path) -> None:
+    fails = make(tmp_path, eval_strategy="steps", callbacks=[At("on_evaluate", 2, failing)])
+    with pytest.warns(UserWarning, match="the state is saved"), pytest.raises(RuntimeError):
+        fails.train()
+    again = make(tmp_path, eval_strategy="no")
+    again.eval_dataset = None
+    again.train(resume_from_checkpoint=True)
+    assert not any("eval_loss" in row for row in again.state.log_history)
+
+
+def test_callbacks_are_told_of_an_evaluation_once_and_in_a_run(tmp_path: Path) -> None:
+    """Of one that is due: patience counts it once, a callback that is added knows the run."""
+
+    class Knows(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.seen = list[int]()
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.seen.append(state.global_step)
+
+    def patient(folder: Path, *others: Any) -> SFTTrainer:
+        callbacks = [EarlyStoppingCallback(3), *others]
+        evaluating = {"eval_strategy": "steps", "eval_steps": 1, "greater_is_better": True}
+        best = {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
+        best["restore_callback_states_from_checkpoint"] = True
+        return make(folder, max_steps=8, callbacks=callbacks, **evaluating, **best)
+
+    def noting(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        state.log_history.append({"a program's own": 1})  # has no step
+
+    fails = patient(tmp_path / "run", At("on_evaluate", 2, failing))
+    fails.add_callback(type("Notes", (TrainerCallback,), {"on_step_end": staticmethod(noting)})())
+    with pytest.warns(UserWarning, match="the state is saved"), pytest.raises(RuntimeError):
+        fails.train()
+    again, knows = patient(tmp_path / "run"), Knows()
+    again.add_callback(knows)
+    again.train(resume_from_checkpoint=True)
+    whole = straight(patient, tmp_path / "whole")
+    assert again.state.global_step == whole.state.global_step < 8
+    assert knows.seen == list(range(2, again.state.global_step + 1))
 
 
 def test_a_state_whose_weights_are_ahead_is_not_saved(tmp_path: Path) -> None:

@@ -52,12 +52,12 @@ class Recorded(TrainerCallback):
 
         def note(args, state, control, **told):
             self.events.append((name, state.global_step, state.epoch, vars(control).copy()))
-            if name == "on_substep_end" and state.global_step == self.stops_at:
+            if (name, state.global_step) == self.stops_at:
                 control.should_training_stop = True
 
         return note
 
-    stops_at = -1
+    stops_at = ("", -1)
 
 
 class Ours(OpenTrainer):
@@ -96,7 +96,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def run(
-    kind: Any, folder: Path, settings: dict[str, Any], resume: bool = False, stops_at: int = -1
+    kind: Any, folder: Path, settings: dict[str, Any], resume: bool = False, stops_at: Any = None
 ):
     torch.manual_seed(3)
     settings = {"save_strategy": "steps", "save_steps": 3, "learning_rate": 0.1, **settings}
@@ -150,11 +150,14 @@ def test_a_run_goes_on_from_a_checkpoint_as_with_transformers(name, tmp_path):
     assert_the_same(*made)
 
 
-def test_a_callback_stops_it_within_a_step(tmp_path):
+@pytest.mark.parametrize(
+    "place", [("on_substep_end", 1), ("on_train_begin", 0), ("on_epoch_begin", 2)], ids=str
+)
+def test_a_callback_stops_it_within_a_step_or_between_two(place, tmp_path):
     settings = {"gradient_accumulation_steps": 3, "num_train_epochs": 3}
     made = [
-        run(kind, tmp_path / kind.__name__, settings, stops_at=1)
+        run(kind, tmp_path / kind.__name__, settings, stops_at=place)
         for kind in (Ours, transformers.Trainer)
     ]
     assert_the_same(*made)
-    assert made[0][0][-1][1] < 3
+    assert made[0][0][-1][1] < 4

@@ -1,5 +1,6 @@
 """The ledger of GRPOTrainer and RLOOTrainer, and responses that are drawn again by it."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import TrainerCallback
 from fastrl.run.ledger import read_ledger
 from fastrl.trainers.groups.replay import replay
 from tests import tiny_models
-from tests.trl.test_online import make
+from tests.trl.test_online import make, prompts
 
 MANY: dict[str, Any] = {
     "ledger": True, "max_steps": 6, "num_iterations": 2, "learning_rate": 1e-2,
@@ -101,6 +102,32 @@ def test_any_generation_is_drawn_again(kind: str, settings: dict[str, Any], tmp_
         path.rename(tmp_path / f"no-{path.name}")
     found = replay(learning(tmp_path.parent / "other", kind, **settings), tmp_path, 3)
     assert found.begun_at == 0
+    assert found.identical, found.samples[0].differences()
+
+
+def test_a_replay_does_no_evaluation_that_is_due(tmp_path: Path) -> None:
+    evaluating: dict[str, Any] = {
+        "eval_dataset": prompts(2), "eval_strategy": "steps", "eval_steps": 2,
+        "num_generations_eval": 2, "per_device_eval_batch_size": 4,
+    }  # fmt: skip
+
+    class Fails(TrainerCallback):
+        def on_prediction_step(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("no room")
+
+    fails = learning(tmp_path, **evaluating)
+    fails.add_callback(Fails())
+    with pytest.warns(UserWarning, match="the state is saved"), pytest.raises(RuntimeError):
+        fails.train()
+    due = tmp_path / "checkpoint-2"
+    shutil.copytree(due, tmp_path.parent / "due")
+    learning(tmp_path, **evaluating).train(resume_from_checkpoint=True)
+    shutil.rmtree(due)
+    (tmp_path.parent / "due").rename(due)
+    replayed = learning(tmp_path.parent / "other", **evaluating)
+    replayed.add_callback(Fails())
+    found = replay(replayed, tmp_path, 2)
+    assert (found.begun_at, found.walked, found.strayed) == (2, 0, None)
     assert found.identical, found.samples[0].differences()
 
 
