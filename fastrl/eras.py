@@ -82,7 +82,7 @@ def _at_least_one(count: Any, settings: Mapping[str, Any]) -> None:
 
 
 _NOTHING_TO_CLEAR = "a run puts what an earlier one has left in its folder aside, and removes none"
-_KEYWORDS = "_keywords"  # where a configuration keeps keywords of other versions
+_KEYWORDS = "_given"  # where a configuration, or its pickle, keeps other versions' keywords
 _DEVICE = "accelerate chooses the device; use_cpu=True takes the CPU"
 _ONE_FORMAT = "weights are saved as safetensors"
 _PRECISION = "bf16 and fp16 say it all"

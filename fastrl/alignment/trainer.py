@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -173,7 +174,7 @@ class Trainer(BaseTrainer):
         self._ledger: GenerationLedger | None = None  # in the main process alone
         self._deferred: DeferredGradients
 
-    @property
+    @cached_property
     def method(self) -> Method:  # type: ignore[override]
         return Method.aligned(self.factory.task.name, self.loss.name)
 

@@ -418,7 +418,7 @@ class SFTTrainer(SupervisedTrainer):
         whole_step = num_items_in_batch is not None
         tokens = torch.as_tensor(num_items_in_batch if whole_step else len(inputs["rows"]))
         # In fp16 the loss must be scaled before its gradient is computed.
-        in_head = not self.args.fp16 and self._loss.in_head
+        in_head = not self.args.fp16 and self._text_loss.in_head
         objective = TokenNLL(tokens.clamp(min=1)) if in_head else None
         training = self.model.training
         request = ScoringRequest(
@@ -433,7 +433,7 @@ class SFTTrainer(SupervisedTrainer):
             scores, outputs = self._scores(model, inputs, request)
         loss = scores.loss
         if loss is None:
-            loss = self._loss.of_tokens(scores.logprobs).sum() / tokens.clamp(min=1)
+            loss = self._text_loss.of_tokens(scores.logprobs).sum() / tokens.clamp(min=1)
         if training and self.share:  # a pass of share 0 does not count
             self._note(inputs, scores)
         if self.aux_loss_enabled:
@@ -479,16 +479,16 @@ class SFTTrainer(SupervisedTrainer):
             )
             assert isinstance(logits, Tensor)
             scores = score_logits(logits.flatten(0, 1)[request.rows], request)
-            self._hold_out(inputs, self._loss.of_tokens(scores.logprobs), scores)
+            self._hold_out(inputs, self._text_loss.of_tokens(scores.logprobs), scores)
             return loss, logits, labels
         with torch.no_grad(), self.compute_loss_context_manager():
             scores, _ = self._scores(model, inputs, request)
-        losses = self._loss.of_tokens(scores.logprobs)
+        losses = self._text_loss.of_tokens(scores.logprobs)
         self._hold_out(inputs, losses, scores)
         return losses.sum() / max(len(losses), 1), None, None
 
     @property
-    def _loss(self) -> TextLoss:
+    def _text_loss(self) -> TextLoss:
         return SFT_LOSSES[self.args.loss_type]
 
     def _logs_this_step(self) -> bool:

@@ -230,13 +230,23 @@ def of_trl_0(base: type) -> type:
     return Own
 
 
+def unasked(base: type) -> type:
+    """:func:`own_logprobs` with a loss of experts that is not asked for."""
+
+    class Own(own_logprobs(base)):  # type: ignore[misc]
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            return *super()._get_per_token_logps_and_entropies(*args, **kwargs)[:2], 0.0
+
+    return Own
+
+
 def test_log_probs_of_an_older_trl_are_learned_from(tmp_path: Path) -> None:
-    changes = {"old": of_trl_0, "new": own_logprobs}
-    old, new = (
+    changes = {"old": of_trl_0, "new": own_logprobs, "unasked": unasked}
+    old, new, beside = (
         weights(trained(fastrl, "GRPO", x, tmp_path / name, **REPEATED).model)
         for name, x in changes.items()
     )
-    assert all(torch.equal(x, new[name]) for name, x in old.items())
+    assert all(torch.equal(x, other[name]) for name, x in old.items() for other in (new, beside))
 
 
 class Plain:

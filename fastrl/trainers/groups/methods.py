@@ -214,7 +214,7 @@ class OverridableTrainer(OnlineTrainer):
                 f"{LOGPROBS} returned no loss of the experts, which router_aux_loss_coef weighs: "
                 "return it as the third result, or set router_aux_loss_coef=0"
             )
-        return logps, entropies, aux_loss[0] if aux_loss else None
+        return logps, entropies, aux_loss[0] if aux else None
 
 
 class OwnLogprobs(ResponseScorer):

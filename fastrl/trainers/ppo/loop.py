@@ -183,7 +183,7 @@ class Loop:
             wanted = f"batch_size={config.batch_size}"
             wanted += "" if config.group_size == 1 else f" / group_size={config.group_size}"
             wanted += "" if self.processes.count == 1 else f" × {self.processes.count} processes"
-            held_out = "" if eval_prompts is None else f" beside {len(eval_prompts)} eval_prompts"
+            held_out = "" if eval_prompts is None else " beside eval_prompts"
             raise ValueError(
                 f"{len(self.prompts)} prompts{held_out} are fewer than {wanted}: lower batch_size "
                 "or bring more prompts"
