@@ -55,8 +55,8 @@ _KINDS = {row.kind for row in LOSS_TYPES.values()}
 
 
 class LossTypes(Mapping[str, LossType]):
-    """The rows of the table by name. A policy loss that none of them is of, such as a registered
-    one, or one that is named as "file.py:function", has a row that averages tokens as "dapo"."""
+    """The rows of the table by name. Other policy losses, which are registered or named as
+    "file.py:function", have rows that average tokens as "dapo" does."""
 
     def __getitem__(self, name: str) -> LossType:
         if name in LOSS_TYPES:
