@@ -121,7 +121,7 @@ class ResponseLog:
         values.clear()
 
     def responses(self, samples: Samples, judged: Samples, advantages: Tensor) -> None:
-        """Adds this process's samples, and all processes' rewards and advantages, to the table."""
+        """Adds all processes' samples to the table, their texts in the main process alone."""
         table = self.table
         texts = samples.prompts, samples.completions, samples.noted
         parts = self.processes.objects_at_main(texts)
