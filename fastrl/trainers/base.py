@@ -271,6 +271,7 @@ class BaseTrainer(OpenTrainer):
                 not step in host memory.
             BadCheckpoint: a ValueError: a checkpoint that is damaged, or that another trainer,
                 model or data set made; nothing has changed then.
+            FloatingPointError: a loss or gradient that is not finite, see ``args.on_nonfinite``.
             KeyboardInterrupt: Ctrl-C or SIGTERM, with the state saved if checkpoints are written;
                 after SIGTERM also a SystemExit, with status 143. A second Ctrl-C saves nothing.
         """

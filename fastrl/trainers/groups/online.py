@@ -688,8 +688,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         return samples
 
     def _resampled(self, collected: Samples, further: PromptStream) -> Samples:
-        """Puts groups of further prompts in the place of those without a spread of rewards, see
-        ``dynamic_sampling_rounds``."""
+        """Replaces groups without a spread of rewards by the groups of further prompts."""
         group = self.num_generations
 
         def prompts_of(numbers: list[int]) -> Samples:
