@@ -1,5 +1,4 @@
-"""The base of the trainers on transformers' Trainer: runs that are resumed bit for bit, steps that
-are finite, weights that fit, and model cards."""
+"""The base of trainers on transformers' Trainer: exact resuming, finite steps, sharding, cards."""
 
 from __future__ import annotations
 
@@ -74,11 +73,11 @@ KEPT_LOGS = 10_000  # in memory, and in each checkpoint
 class BaseTrainer(OpenTrainer):
     """transformers' Trainer whose run goes on from a checkpoint as if it had not been interrupted.
 
-    No NaN or infinite number reaches the weights, see
+    Without DeepSpeed no NaN or infinite number reaches the weights, see
     :class:`fastrl.trainers.finite_steps.FiniteSteps` (``args.on_nonfinite``). Low-precision weights
     have float32 masters (``args.master_weights``), optimizer state and activations may be in host
     memory (``args.offload_optimizer``, ``args.activation_offloading``). Weights that FSDP2 spreads
-    are evaluated before training, too, and written as shares, see
+    can be evaluated before training, too, and are written as shares, see
     :class:`fastrl.trainers.sharded.Shares`. Model cards are fastrl's.
 
     A checkpoint has what transformers saves and, in a folder ``process-N`` for each process, what
@@ -102,7 +101,8 @@ class BaseTrainer(OpenTrainer):
         method: the training method that the model card names.
 
     Raises:
-        ValueError: fp16 mixed precision of float16 weights; FSDP1; FSDP of four-bit weights.
+        ValueError: fp16 mixed precision of float16 weights; FSDP1; FSDP of four-bit weights; a
+            ``metric_for_best_model`` that none of several evaluation sets has.
     """
 
     args: Any
@@ -271,8 +271,9 @@ class BaseTrainer(OpenTrainer):
                 not step in host memory.
             BadCheckpoint: a ValueError: a checkpoint that is damaged, or that another trainer,
                 model or data set made; nothing has changed then.
-            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved;
-                after SIGTERM it is also a SystemExit, with status 143.
+            FloatingPointError: a loss or gradient that is not finite, see ``args.on_nonfinite``.
+            KeyboardInterrupt: Ctrl-C or SIGTERM, with the state saved if checkpoints are written;
+                after SIGTERM also a SystemExit, with status 143. A second Ctrl-C saves nothing.
         """
         if self._says_precision and self.is_world_process_zero():
             tqdm.write(BY_DEFAULT)
@@ -479,7 +480,8 @@ class BaseTrainer(OpenTrainer):
         trainer is run or changed.
 
         Args:
-            prompt_tokens, response_tokens: tokens of the longest prompt and response, at least 2.
+            prompt_tokens, response_tokens: tokens of the longest prompt and response; ValueError
+                for less than 2 each, and for more than the model's context together.
             passes: the size of passes in the plan; by default that of the settings.
             device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
 
@@ -489,7 +491,7 @@ class BaseTrainer(OpenTrainer):
         return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
 
     def tokens_of(self, *lengths: int) -> tuple[int, int]:
-        """Tokens of a mini-batch of texts of ``sum(lengths)``, and of texts that no pass splits."""
+        """Tokens of a mini-batch, and of a part no pass splits, if texts have ``sum(lengths)``."""
         return rehearse.tokens_of(self, lengths)
 
     def limit_passes(self, passes: PassSize) -> None:
@@ -643,7 +645,7 @@ class BaseTrainer(OpenTrainer):
         process, it fails in all, and the state before it can be saved.
 
         Raises:
-            PeerFailed: another process raised an exception; the message names both.
+            PeerFailed: another process raised an exception; the message names it and the process.
         """
         error: Exception | None = None
         try:
@@ -708,7 +710,7 @@ class BaseTrainer(OpenTrainer):
         return not self._run.save_is_due
 
     def save_to_stop(self) -> None:
-        """Saves the state of a run that stops, also where ``save_strategy="best"`` has not."""
+        """Saves the state of a run that stops, unless it is saved or no checkpoints are written."""
         is_saved = self.processes.from_main(self._is_there(self.state.global_step))
         if self.saves_when_it_fails and not is_saved:
             self.save_checkpoint()

@@ -61,9 +61,10 @@ class Driven(Protocol):
 class Driver:
     """Drives a run: each step is fed, learned, recorded, evaluated and saved, in this order.
 
-    Ctrl-C and SIGTERM wait for a step's end, in all processes. After an exception in a step that
-    has not changed the weights, the state before the step is saved; after an exception in what
-    follows a step, such as its evaluation, the state after the step.
+    Ctrl-C and SIGTERM wait for a step's end, in all processes; several processes break off their
+    sampling, as after an exception. After an exception in a step that has not changed the weights,
+    the state before the step is saved; after an exception in what follows a step, such as its
+    evaluation, the state after the step. A second Ctrl-C saves nothing.
     """
 
     def __init__(self, run: Driven):
@@ -74,15 +75,14 @@ class Driver:
         """Context of the whole run.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved;
-                after SIGTERM it is also a SystemExit, with status 143.
+            KeyboardInterrupt: Ctrl-C or SIGTERM; after SIGTERM also a SystemExit, with status 143.
         """
         with stop_at_a_steps_end():
             try:
                 with exits_are_errors():
                     yield
             except Stopped as stopped:
-                if stopped.args:  # the driver's own: the state is saved
+                if stopped.args:  # raised by conclude(), once the state is saved
                     raise
                 self._save_before(stopped)
                 raise self.run.stopped() from None

@@ -39,8 +39,8 @@ class Panel:
     """Metrics in one unit, drawn over the steps.
 
     Args:
-        zero: whether the axis shows 0: "always", or "near", unless that would squeeze the curves
-            into less than half of the panel.
+        zero: "always": the axis shows 0; "near": it does, unless that would squeeze the curves into
+            less than half of the panel.
         level: a value to compare with, and its name.
         ceiling: whether the runs' KL ceilings are drawn.
         stage: the stage of the runs that has the metric; None: the run itself.

@@ -44,7 +44,7 @@ class Comparison:
     @property
     def gain_sem(self) -> float:
         """The gain's standard error √(s.e.² + s.e.²), as if the means were independent: an upper
-        bound for paired prompts."""
+        bound unless rewards before and after are negatively correlated."""
         return math.hypot(self.before_sem, self.after_sem)
 
     @property
@@ -87,7 +87,7 @@ def finish_training(
     """Does :func:`finish_run` for ``PPOTrainer.train``, with samples and the gain in reward.
 
     Returns:
-        the change in mean reward over the evaluation prompts; None in a run without evaluation.
+        the change in mean reward over the evaluation prompts; None for fewer than two evaluations.
     """
     if len(result.evaluations) < 2:
         finish_run(folder, save, results)
@@ -126,7 +126,7 @@ def finish_run(
 
     Args:
         save: writes the model to a folder.
-        results: the entries of ``summary.json``.
+        results: the entries of ``summary.json`` beside those of ``run.json``.
         lines: further lines to print.
         samples: rows as :func:`pair_samples` makes them.
         show: how many samples to print.

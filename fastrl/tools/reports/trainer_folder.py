@@ -26,9 +26,8 @@ _LENGTH = "completions/mean_length"  # only trainers that sample log it
 class TrainerFolder(RunFolder):
     """The ``output_dir`` of a trainer of fastrl's or TRL's in a user's program, to be read.
 
-    The metrics are those that transformers keeps in the ``trainer_state.json`` of a checkpoint, or
-    of ``save_state()``: the file with the most steps has all metrics up to its step. Settings are
-    known where a trainer of fastrl wrote the checkpoint.
+    Metrics are read from the ``trainer_state.json`` with the most steps, a checkpoint's or that of
+    ``save_state()``. Settings are known where a trainer of fastrl wrote a checkpoint.
 
     Args:
         path: the folder, with such a file in it or in a checkpoint.
@@ -57,7 +56,7 @@ class TrainerFolder(RunFolder):
             ) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """The logs; those of trainers that sample have the commands' names of metrics."""
+        """The logs; training logs of trainers that sample have the commands' names of metrics."""
         return [
             {_name(key): value for key, value in row.items()} if _LENGTH in row else row
             for row in self._logs

@@ -22,7 +22,7 @@ class Generations:
 
     Attributes:
         step: batches learned from so far; one that was learned from twice counts as two.
-        made: the number of generations so far, by mode: "train" and "eval".
+        made: generations so far, by mode: "train" counts the run's, "eval" an evaluation's.
         buffer: the batches of the latest generation; None before the first.
     """
 

@@ -21,7 +21,7 @@ def train_loader(
         group: number of responses to a prompt.
         uses: number of batches that are learned from each generation.
         load: makes a loader from data, a batch size and ``sampler``.
-        sampler: makes the order of a data set's rows; a stream's rows come in the stream's order.
+        sampler: makes the order of a data set's rows; a stream has its own, or shuffles itself.
     """
     if not hasattr(data, "__len__"):
         if args.shuffle_dataset:

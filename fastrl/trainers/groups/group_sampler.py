@@ -14,7 +14,7 @@ class GroupSampler(Sampler[int]):
     """Indices of a data set in chunks of ``prompts``: each index ``size`` times in a row, and the
     whole chunk ``uses`` times, like TRL's RepeatSampler. A chunk that is not full is left out.
 
-    Epoch e is shuffled by the seed ``seed + e``, whatever was drawn before.
+    With ``shuffle``, the seed ``seed + e`` shuffles epoch e, whatever was drawn before.
     """
 
     def __init__(

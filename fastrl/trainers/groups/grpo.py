@@ -57,10 +57,9 @@ class GRPOTrainer(OverridableTrainer):
         callbacks, optimizers: as transformers' Trainer takes them.
         quantization_config: for a model that the trainer loads.
         peft_config: adds an adapter; the reference is then the model without it.
-        rollout_func: maps the prompts and this trainer to ``prompt_ids``, ``completion_ids``
-            and ``logprobs``, and further columns for reward functions; in place of sampling. Where
-            ``logprobs`` is not None the loss is weighted by
-            ``vllm_importance_sampling_correction``, see
+        rollout_func: maps the prompts and this trainer to a dict of ``prompt_ids``,
+            ``completion_ids``, ``logprobs`` and further columns for reward functions, in place of
+            sampling. If ``logprobs`` is not None, the settings may weight the loss by it, see
             :class:`fastrl.trainers.groups.rollout_correction.RolloutCorrection`.
         tools: functions that the policy may call, with type hints and docstrings in Google's
             format; ``async def`` too. See :class:`fastrl.collect.tools.ToolLoop`.

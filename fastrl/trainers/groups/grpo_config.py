@@ -19,7 +19,7 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 @dataclass
 class GRPOConfig(OnlineConfig):
-    """Settings of :class:`GRPOTrainer`; names, meanings and defaults are TRL 1.x's."""
+    """Settings of :class:`GRPOTrainer`: TRL 1.x's names, meanings and defaults where it has any."""
 
     delta: float | None = setting(
         "Upper bound of the ratio itself, for both signs.", None, within="(0, inf]"
@@ -27,7 +27,7 @@ class GRPOConfig(OnlineConfig):
     importance_sampling_level: str = setting(
         "The ratio: of a token, or of a sequence.", "token", choices=LEVELS
     )
-    scale_rewards: str = setting(  # or a bool, which command lines would take for all
+    scale_rewards: str = setting(  # or a bool; of bool | str command lines would parse bools alone
         "What advantages are divided by: the deviation of the group or of the batch, or none.",
         "group",
         choices=SCALES,

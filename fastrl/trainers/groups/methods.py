@@ -36,7 +36,7 @@ _READ = {*_IDS, *_OF_TOKENS, "advantages", "num_items_in_batch"}
 
 
 class OverridableTrainer(OnlineTrainer):
-    """An :class:`OnlineTrainer` with TRL's methods, which calls those of a subclass."""
+    """An :class:`OnlineTrainer` with TRL's methods; it calls those that a subclass overrides."""
 
     use_vllm: bool = False  # our engine generates
 
@@ -130,8 +130,8 @@ class OverridableTrainer(OnlineTrainer):
         **of_images: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probs at the sampling temperature, and entropies, of the last C = ``logits_to_keep``
-        tokens, [B, C] fp32 each, 0 where ``attention_mask`` is; and the experts' loss, []. The last
-        two are None unless they are to be computed.
+        tokens, [B, C] fp32 each, 0 where ``attention_mask`` is 0; and the experts' loss, []. The
+        last two are None unless they are to be computed.
 
         Args:
             input_ids, attention_mask: [B, T].
@@ -246,9 +246,10 @@ def as_tensors(samples: Samples, pad_token: int, device: Any) -> dict[str, Any]:
     """Responses as TRL lays them out: ``prompt_ids`` and ``prompt_mask`` [B, P], padded on the
     left; ``completion_ids`` and ``completion_mask`` [B, C], padded on the right, the mask 0 for all
     of a response that is left out; ``tool_mask`` [B, C], 0 at tokens that the policy did not write,
-    if there are any; ``advantages`` [B] fp32; ``num_items_in_batch`` []; those of the
-    columns [B, C] ``old_per_token_logps``, ``ref_per_token_logps``, ``importance_sampling_ratio``
-    and ``sampling_per_token_logps`` that are known; and columns that a subclass has added."""
+    if there are any; ``advantages`` [B] fp32; ``num_items_in_batch`` [], the learned tokens of a
+    generation of all processes; of ``old_per_token_logps``, ``ref_per_token_logps``,
+    ``importance_sampling_ratio`` and ``sampling_per_token_logps``, [B, C] each, those that are
+    known; and columns that a subclass has added."""
     prompts = pad(samples.prompt_ids, pad_token, "left")
     completions = pad(samples.sequences, pad_token, "right")
     learned = pad_sequence(samples.learned, batch_first=True)

@@ -244,7 +244,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         self.log_completions = args.log_completions
 
     def _make_parts(self) -> None:
-        """Makes what needs the Accelerator, or the model where it is."""
+        """Makes what needs the Accelerator, or the model on its device."""
         args, rewards = self.args, self.rewards
         self._noted = ResponseLog(args, rewards.names, self._metrics, self.processes)
         self._logs = self._noted.table  # TRL's name
@@ -377,7 +377,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         rewards, [B] or [B / group] bool.
 
         Args:
-            kl: Σ_t (log π_old - log π_ref) of each response, [B]; None where one is unknown.
+            kl: Σ_t (log π_old - log π_ref) of each response, [B]; None where either is unknown.
         """
 
     @abstractmethod
@@ -392,8 +392,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         """Logs the metrics of a batch that are computed from its log-probs."""
 
     def _chosen(self, entropies: Tensor) -> Tensor:
-        """Which tokens of a batch are learned, [N]: 1 for those whose entropy is among the highest
-        in all processes, else 0."""
+        """Which tokens of a batch are learned, [N]: 1 or 0, by default all 1. A subclass chooses
+        those whose entropy is among the highest in all processes."""
         return torch.ones_like(entropies)
 
     def _make_scorer(self, *arguments: Any) -> ResponseScorer:
@@ -482,7 +482,7 @@ class OnlineTrainer(BaseTrainer, ABC):
             loss = torch.stack([self.compute_loss(model, each).detach() for each in passes]).sum()
             self._note(passes, "eval")
         if self.accelerator.num_processes > 1:
-            # The mean of all: of a last batch, transformers keeps some processes' losses alone.
+            # All processes' mean: of a last batch, transformers keeps only some processes' losses.
             loss = self.accelerator.reduce(loss, reduction="mean")
         return loss, None, None
 
@@ -603,7 +603,7 @@ class OnlineTrainer(BaseTrainer, ABC):
 
     def _learnable(self, rows: list[dict[str, Any]], mode: str) -> Samples:
         """Responses to the prompts of rows, with their rewards, masks, log-probs and advantages."""
-        data = "train_dataset" if mode == "train" else "eval_dataset"  # streams may lack names
+        data = "train_dataset" if mode == "train" else "eval_dataset"  # streams may name no columns
         check_reserved(rows[0], data, reserved_of(self._interaction.environments is not None))
         group = self.num_generations if mode == "train" else self.num_generations_eval
         with modes_kept(self.model):  # users' functions may change them
@@ -688,8 +688,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         return samples
 
     def _resampled(self, collected: Samples, further: PromptStream) -> Samples:
-        """Puts groups of further prompts in the place of those without a spread of rewards, see
-        ``dynamic_sampling_rounds``."""
+        """Replaces groups without a spread of rewards by the groups of further prompts."""
         group = self.num_generations
 
         def prompts_of(numbers: list[int]) -> Samples:

@@ -23,7 +23,7 @@ class LossType(NamedTuple):
         kind: the name of ℓ_t, the loss of a token, in ``fastrl_kernels.POLICY_LOSSES``.
         aggregate: the name of what joins all ℓ_t in :class:`fastrl.learn.aggregate.Aggregate`.
         formula: the loss as the documents show it.
-        of_step: whether the sum is divided by the tokens of the optimizer step, not of a batch.
+        of_step: whether a batch's sum is divided by the mean tokens of its generation's batches.
         sums_tokens: whether a ratio of whole responses would weigh each response by its length.
         level: the ``importance_sampling_level`` that it is meant for; None: any.
     """
@@ -55,8 +55,8 @@ _KINDS = {row.kind for row in GRPO_LOSSES.values()}
 
 
 class LossTypes(Mapping[str, LossType]):
-    """The rows of the table by name. A policy loss that none of them is of, such as a registered
-    one, or one that is named as "file.py:function", has a row that averages tokens as "dapo"."""
+    """The rows of the table by name. Other policy losses, which are registered or named as
+    "file.py:function", have rows that average tokens as "dapo" does."""
 
     def __getitem__(self, name: str) -> LossType:
         if name in GRPO_LOSSES:

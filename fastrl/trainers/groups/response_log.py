@@ -103,7 +103,7 @@ class ResponseLog:
         return int(prompts.sum() + lengths.sum()), float(learned.sum())
 
     def rewards(self, judged: Samples, spreadless: Tensor, mode: str) -> None:
-        """Adds metrics of rewards; ``spreadless`` marks groups of equal ones, or the responses."""
+        """Adds metrics of rewards; ``spreadless`` marks groups of equal ones, or their samples."""
         metrics, values = self.metrics[mode], self._numbers
         pairs = zip(self.names, judged.rewards_by_function.values(), strict=True)
         columns = {f"rewards/{name}/": column for name, column in pairs}
@@ -121,7 +121,7 @@ class ResponseLog:
         values.clear()
 
     def responses(self, samples: Samples, judged: Samples, advantages: Tensor) -> None:
-        """Adds this process's samples, and all processes' rewards and advantages, to the table."""
+        """Adds all processes' samples to the table, their texts in the main process alone."""
         table = self.table
         texts = samples.prompts, samples.completions, samples.noted
         parts = self.processes.objects_at_main(texts)
