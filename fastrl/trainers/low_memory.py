@@ -25,10 +25,10 @@ BY_DEFAULT = (
 
 
 def settle_precision(args: Any, model: Any) -> bool:
-    """Sets ``bf16`` where the arguments leave it open; returns whether that is bf16 by default.
+    """Sets ``bf16`` where it is None; returns whether it chose bf16 from the model and the device.
 
     Where an earlier trainer of the process has made an Accelerator, the arguments take its
-    precision, even if they were made before it.
+    precision, unless they ask for fp16 or DeepSpeed.
     """
     if args.bf16 is not None:
         return False
@@ -47,8 +47,8 @@ def settle_precision(args: Any, model: Any) -> bool:
 
 
 def with_kept_state(optimizer: Any, args: Any, *, spread: bool, says: bool) -> Any:
-    """An optimizer with float32 masters (``args.master_weights``) and with its state in host memory
-    (``args.offload_optimizer``), see :mod:`fastrl.models.master_weights`.
+    """The optimizer, with float32 masters if ``args.master_weights``, and with its state in host
+    memory if ``args.offload_optimizer``, see :mod:`fastrl.models.master_weights`.
 
     Args:
         spread: whether FSDP2 spreads the weights.

@@ -24,7 +24,7 @@ def fill(sizes: Sequence[int], most: int, name: str) -> list[list[int]]:
         name: what an example is called, for the error.
 
     Raises:
-        ValueError: an example has more tokens.
+        ValueError: an example has more than ``most`` tokens.
     """
     for i, size in enumerate(sizes):
         if size > most:
@@ -33,7 +33,7 @@ def fill(sizes: Sequence[int], most: int, name: str) -> list[list[int]]:
 
 
 def too_long(most: int, what: str, tokens: int) -> ValueError:
-    """The error that a text, which ``what`` names, has more tokens than a pass may have."""
+    """The error that a text has more tokens than a pass may have; ``what`` is, say, "row 3 has"."""
     return ValueError(
         f"micro_batch_tokens={most}, but {what} {tokens} tokens: raise it to that, or lower "
         "max_length"
@@ -41,7 +41,7 @@ def too_long(most: int, what: str, tokens: int) -> ValueError:
 
 
 def check_sizes(sizes: Iterable[int], most: int, name: str, data: str = "training") -> None:
-    """Checks that a pass can hold the longest of the data.
+    """Checks that a pass of ``most`` tokens can hold the longest of the data.
 
     Args:
         sizes: tokens of each datum.
@@ -67,8 +67,8 @@ def with_synchronised_last(
     passes: int, model: nn.Module, accelerator: Any
 ) -> Iterator[AbstractContextManager[Any]]:
     """Contexts for each of a batch's passes. In the last pass alone gradients are averaged over
-    processes, if this batch averages them at all. Weights that FSDP spreads are averaged in each
-    pass, as they would need whole gradients otherwise."""
+    processes, if this batch averages them at all. Gradients of weights that FSDP spreads are
+    averaged in each pass, as each process would need them whole otherwise."""
     waits = accelerator.num_processes > 1 and not getattr(accelerator, "is_fsdp2", False)
     for k in range(passes):
         later = waits and k < passes - 1
@@ -80,8 +80,8 @@ class _Deferred(NamedTuple):
 
     Attributes:
         scores: the scores of all samples, [B, ...], a leaf.
-        score: returns the scores of a pass's samples.
-        passes: the samples of each pass, and whether it counts.
+        score: returns the scores of a pass's samples, which it gets by their indices.
+        passes: the indices of each pass's samples, and whether the pass counts.
         states: the states of the random generators before each pass.
     """
 
@@ -110,7 +110,8 @@ class DeferredGradients:
         self._deferred: list[_Deferred] = []
 
     def __call__(self, score: Callable[[Sequence[int]], Tensor], parts: list[list[int]]) -> Tensor:
-        """The scores [B, ...] of all parts, in the order of their indices."""
+        """The scores [B, ...] of all samples, in order. ``parts`` has the indices of the samples of
+        each pass, for which ``score`` returns the scores."""
         passes = on_all_processes(parts, self.processes) if self.bounded else [(parts[0], True)]
         if len(passes) == 1:
             return score(parts[0])
@@ -159,7 +160,7 @@ def in_order(results: Iterable[Tensor], parts: Sequence[Sequence[int]]) -> Tenso
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Any]:
-    """The states of torch's generators, from which dropout draws: host's and the device's."""
+    """The states of torch's generators, from which dropout draws: the host's and the device's."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 

@@ -64,7 +64,7 @@ def settle_tokens(model: Any, tokenizer: Any, args: Any, adapts: bool) -> None:
 
 
 def adapted(model: Any, peft_config: Any, args: Any) -> Any:
-    """The model, with an adapter if there is a ``peft_config``."""
+    """The model, with an adapter if there is a ``peft_config``; raises as ``with_adapter`` does."""
     model = with_adapter(model, peft_config, args)
     if hasattr(model, "peft_config") and args.gradient_checkpointing:
         model.enable_input_require_grads()
@@ -93,7 +93,7 @@ def adapted_policy(model: Any, tokenizer: Any, peft_config: Any, args: Any) -> A
     there is a ``peft_config``, and no dropout if ``args.disable_dropout``.
 
     Raises:
-        ValueError: an adapter on the head; no trainable weight; see :func:`settle_tokens`.
+        ValueError: an adapter on the head; no trainable weight; see ``settle_tokens``, ``adapted``.
     """
     adapts = peft_config is not None or hasattr(model, "peft_config")
     settle_tokens(model, tokenizer, args, adapts)

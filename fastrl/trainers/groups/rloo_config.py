@@ -11,7 +11,8 @@ from fastrl.trainers.groups.rollout_correction import MODES, check_correction
 
 @dataclass
 class RLOOConfig(OnlineConfig):
-    """Settings of :class:`RLOOTrainer`; names, meanings and defaults are TRL 1.x's."""
+    """Settings of :class:`RLOOTrainer`; names, meanings and defaults are TRL 1.x's. Raises
+    ValueError for a value out of range, or settings that do not go together."""
 
     num_generations: int = setting("Responses to each prompt.", 2, within="[1, inf)")
     beta: float = setting(

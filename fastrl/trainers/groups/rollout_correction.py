@@ -22,7 +22,7 @@ _NAME = "vllm_importance_sampling_"
 
 
 def check_correction(args: Any) -> None:
-    """Raises ValueError for an unknown mode, missing bounds, or bounds with nothing between."""
+    """Raises ValueError for an unknown mode, a missing bound, or bounds that no weight can meet."""
     mode = args.vllm_importance_sampling_mode
     if mode not in MODES:
         raise ValueError(f"unknown {_NAME}mode {mode!r}: choose one of {', '.join(MODES)}")
@@ -55,7 +55,7 @@ class RolloutCorrection:
         args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
 
     Raises:
-        ValueError: see :func:`check_correction`; scripts may have changed checked arguments.
+        ValueError: see :func:`check_correction`; scripts may change arguments after their check.
     """
 
     def __init__(self, args: Any):
@@ -69,7 +69,7 @@ class RolloutCorrection:
     def __call__(
         self, responses: Samples, sampled: list[Tensor], metrics: MetricMeans, loss: str
     ) -> None:
-        """Sets the responses' ``sampler_weights``, and logs them by TRL's names.
+        """Sets the responses' ``sampler_weights``, and logs statistics of them by TRL's names.
 
         Args:
             responses: with ``old_logprobs``, those of the policy before its update.

@@ -79,7 +79,7 @@ class GroupRollouts:
         )
 
     def by_function(self, function: Any, trainer: Any) -> RolloutFunction:
-        """Returns what answers prompts by a ``rollout_func``, which is called with the trainer."""
+        """Returns what answers prompts by a ``rollout_func``, called with prompts and trainer."""
         return RolloutFunction(
             function,
             trainer,

@@ -129,15 +129,15 @@ class DPOTrainer(PreferenceTrainer):
         ref_rejected_logps: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The losses of pairs, and the rewards β·(log π - log ref) of both sides, [B] each: TRL's
-        method until 0.26. Where a subclass overrides it, training minimises its losses. Only then
-        are the lengths of a batch's completions known, which some losses read.
+        method until 0.26. Training minimises the losses of a subclass's ``dpo_loss``. The lengths
+        of completions, which some losses read, are known only as training or evaluation calls it.
 
         Args:
             chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps: Σ log π and Σ log
                 ref of the completions, [B] fp32.
 
         Raises:
-            ValueError: a loss that reads tokens, or their number outside of training.
+            ValueError: a loss that reads tokens, or one that reads lengths where none are known.
         """
         if of_tokens := [x for x in self.args.loss_type if x not in self.args.pair_losses]:
             raise ValueError(

@@ -55,7 +55,7 @@ class PreferenceTrainer(SupervisedTrainer):
     config_class: ClassVar[type[PreferenceConfig]]
     collator_class: ClassVar[type[PairCollator]]
     short_name: ClassVar[str]  # the method's name in messages
-    id_columns: ClassVar[tuple[str, ...]]  # token ids of prompts and of each completion
+    id_columns: ClassVar[tuple[str, ...]]  # columns of token ids: prompts', each completion's
     rehearsed_as = rehearse.PREFERENCES
     metric_differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}  # noqa: RUF012
 
@@ -190,7 +190,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return adapted(model, self._peft_config, self.args)
 
     def _choose_reference(self, args: Any, reference: CausalLMPolicy | None) -> RefModel | None:
-        """The reference; None where the policy itself computes its log-probs before training."""
+        """The reference; None where the untrained policy computes the reference's log-probs."""
         has_adapter = self._policy.is_peft_model
         if args.precompute_ref_log_probs and reference is None and not has_adapter:
             return None
@@ -199,7 +199,7 @@ class PreferenceTrainer(SupervisedTrainer):
     @property
     def ref_model(self) -> Any:
         """The reference as a separate model; None where it is the policy's base, or the policy
-        computes its log-probs before training."""
+        computes the reference's log-probs before training."""
         return model_of(self._reference, self.accelerator)
 
     # Data.
@@ -355,7 +355,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return model(**{name: inputs[name] for name in names}, use_cache=False)
 
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The mean loss with the experts' loss, times ``share``, and each example's loss [B]."""
+        """The mean loss with the load-balancing loss, times ``share``; the examples' losses [B]."""
         training = self.model.training
         losses, scored, parts = self.losses(model, inputs)
         loss = losses.mean()
@@ -420,8 +420,8 @@ class PreferenceTrainer(SupervisedTrainer):
 def token_parts(
     scored: ScoredPass, completions: TokenBatch, sides: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sums and counts: "entropy" over the tokens of all sides, "logits/SIDE", of mean logits, over
-    each side's. ``sides`` has a mask of the completions, [B] bool, by the side's name."""
+    """Sums and counts of metrics: "entropy" over the tokens of all sides, "logits/SIDE", the mean
+    logit, over one side's tokens. ``sides`` has a mask of completions, [B] bool, by side's name."""
     entropies, extras = scored.scores.entropies, scored.scores.extras
     assert entropies is not None
     assert extras is not None
@@ -435,5 +435,5 @@ def token_parts(
 
 
 def at_tokens(of_completions: Tensor, completions: TokenBatch) -> Tensor:
-    """Numbers of completions, [B], repeated for each of their tokens, [N]."""
+    """A value of each completion, [B], repeated for each of the completion's tokens, [N]."""
     return of_completions[completions.rows() // completions.input_ids.shape[1]]

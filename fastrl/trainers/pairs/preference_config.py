@@ -48,7 +48,7 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
     )
     beta: float = setting("Strength of the bond to the reference.", 0.1, within="(0, inf)")
 
-    # Settings of TRL until 0.29, by the constructor alone: see fastrl.eras.
+    # Settings of TRL until 0.29, which fastrl.eras makes keywords of the constructor.
     max_prompt_length: int | None = kept_setting("Prompts keep their last tokens.")
     max_completion_length: int | None = kept_setting("Completions keep their first tokens.")
 
@@ -65,5 +65,5 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
 
     @property
     def cuts(self) -> tuple[int | None, int | None]:
-        """The most tokens of prompts and of completions, which are cut; None: no limit."""
+        """The most tokens that prompts and completions keep as they are cut; None: all."""
         return self.max_prompt_length, self.max_completion_length

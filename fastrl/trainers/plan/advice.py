@@ -24,7 +24,7 @@ class Planned(Protocol):
         """Changes by which the run needs less memory, the cheapest in time or quality first."""
 
     def dials(self) -> Sequence[Dial]:
-        """Sizes that can grow into free memory; all runs have the same ones in the same order."""
+        """Sizes that can grow into free memory; a grown run has the same ones, in this order."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,10 @@ class Dial:
 
 
 def what_to_change(run: Planned, plan: Plan, gpu_gib: float) -> str:
-    """Names the cheapest change that makes a run fit: the first remedy that is enough alone, else
-    the first few that are enough together, without those that are not needed. Remedies that change
-    what is learned are tried only where the others are not enough."""
+    """Returns, in words, the cheapest change that makes a run fit: the first remedy that is enough
+    alone, else the first few that are enough together, without those that are not needed. Remedies
+    that change what is learned are tried only where the others are not enough. Where no remedies
+    are enough, the text says so."""
     remedies = list(run.changes())
     same = [remedy for remedy in remedies if not remedy.learns_other]
     others = [remedy for remedy in remedies if remedy.learns_other]

@@ -36,7 +36,7 @@ class PassSize(NamedTuple):
         settings.micro_batch_tokens = self.tokens
         if self.recomputed:
             for name in ("gradient_checkpointing", "activation_checkpointing"):
-                if hasattr(settings, name):  # transformers has two names
+                if hasattr(settings, name):  # transformers has two names, by its version
                     setattr(settings, name, True)
 
     def of(self, settings: Settings) -> Settings:

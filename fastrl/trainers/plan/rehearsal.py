@@ -1,5 +1,5 @@
-"""A rehearsal of a run: the run's code on tensors without memory, which leaves nothing behind in
-this process."""
+"""A rehearsal of a run: the run's code, on tensors without memory. A rehearsal leaves nothing
+behind in this process."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class Rehearsal:
     """What is known of a rehearsal's memory.
 
     Attributes:
+        device: "cpu" or "cuda", for which the memory is counted.
         log: the log of its memory.
         phantoms: the mode that makes tensors without memory.
         notes: in words, what is guessed or left out.
@@ -125,7 +126,7 @@ class Rehearsal:
         self.log.enter(OTHER)
 
     def keeps(self, kv_cache: Iterable[Any], weights: Iterable[Any]) -> None:
-        """Records the tensors that the rollout engine keeps until an update has ended."""
+        """Records the kinds of the tensors that the rollout engine keeps between two calls."""
         self.phantoms.is_kind(kv_cache, KV_CACHE, since=ROLLOUT)
         self.phantoms.is_kind(weights, CASTS, since=ROLLOUT)
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2**30
-# A GPU's memory outside of torch's blocks: the driver's context and libraries, and this share of
-# the GPU for gaps between blocks. Both are assumed, not measured.
+# A GPU's memory that no tensor can have: the driver's context and libraries, and this share of the
+# rest for gaps between torch's blocks. Both are assumed, not measured.
 CONTEXT_BYTES, GAPS = 0.75 * GIB, 0.03
 
 

@@ -100,7 +100,7 @@ class Skeleton:
             kind: transformers' class for the model's kind, which has ``from_config``.
 
         Raises:
-            ImportError: weights in four bits, without bitsandbytes.
+            ImportError: weights in four bits or an adapter, without bitsandbytes or peft.
             ValueError: a configuration from which transformers makes no model of this kind.
         """
         config = copy.deepcopy(self.config)

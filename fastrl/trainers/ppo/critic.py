@@ -183,7 +183,7 @@ class CriticLearner:
 
     def gathered(self, *, keep: bool) -> dict[str, Tensor] | None:
         """The classifier's weights by name, where they are spread over processes, else None. All
-        processes must call this; ``keep``: whether this one needs the weights."""
+        processes must call this; ``keep``: whether this one needs the weights, else it gets {}."""
         weights = gathered_state_dict(self.unwrapped, keep=keep)
         prefix = "pretrained_model."
         return None if weights is None else {k.removeprefix(prefix): x for k, x in weights.items()}

@@ -274,10 +274,7 @@ class Loop:
         return replace(prompts, prompt_texts=encoded.samples.prompt_texts, prompt_ids=ids)
 
     def _check_tokens(self, prompts: Prompts, new_tokens: int) -> None:
-        """
-        Raises:
-            ValueError: a prompt and its new tokens do not fit into a forward pass.
-        """
+        """Raises ValueError where a prompt and its new tokens do not fit into a forward pass."""
         check_tokens(
             self.trainer.config.micro_batch_tokens,
             prompts.lengths,
@@ -416,10 +413,7 @@ class Loop:
         return time.perf_counter() - self._began
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            BadCheckpoint: the state is of a run on other prompts, or was not written by one.
-        """
+        """Raises BadCheckpoint for the state of a run on other prompts, or of a trainer alone."""
         if "loop" not in state:
             raise BadCheckpoint(
                 "resume: the checkpoint was not written by train(): load it with load_checkpoint()"
@@ -432,8 +426,9 @@ class Loop:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from another loop's state. Where settings differ, its evaluations are dropped,
-        with a warning, because later ones cannot be compared with them."""
+        """Goes on from another loop's state, and warns of settings that differ. Where these are
+        reward weights, held-out prompts or arguments of generation, the state's evaluations are
+        dropped, because later ones cannot be compared with them."""
         self.begun_at = state["begun_at"]
         self._began -= state["seconds"]
         both = state["settings"], self._settings()
@@ -456,8 +451,8 @@ class Loop:
             return self._step(stream.take(self.prompts_per_step), stream)
 
     def _step(self, chosen: list[int], stream: PromptStream) -> tuple[dict[str, float], Samples]:
-        """Takes a step on the prompts of all processes, each of which samples and scores its share;
-        returns metrics, and the samples of all.
+        """Takes a step on the prompts of all processes, each of which samples and rewards its
+        share; returns metrics, and the samples of all.
 
         Args:
             chosen: the numbers of the prompts.
@@ -497,7 +492,8 @@ class Loop:
         return metrics, samples
 
     def _scores_of_tokens(self, samples: Samples) -> list[Tensor] | None:
-        """The scores of each response's tokens; None where no process has rewards of tokens."""
+        """The scores of each response's tokens; None where no process has rewards of tokens, or the
+        advantage does not tell tokens apart."""
         if not self.trainer.advantages.per_token:
             return None
         dense = self.processes.any(any(x is not None for x in samples.token_rewards))
