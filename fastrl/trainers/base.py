@@ -772,7 +772,7 @@ class BaseTrainer(OpenTrainer):
             "latest": self.latest_step(),
             "due": run.due,
             "seconds": time.time() - run.begun,
-            "rows": self._rows() if run.due is None else run.due["rows"],
+            "rows": self._rows() if run.due is None else run.rows,
             "kept": self.kept,
             "own": self.own_state(),
         }
@@ -836,8 +836,8 @@ class BaseTrainer(OpenTrainer):
         it."""
         run, control, history = self._run, self.control, self.state.log_history
         evaluates = run.before_evaluation is not None or control.should_evaluate
-        states, rows = run.before_evaluation or ([], self._rows())
-        run.due = {"log": control.should_log, "evaluate": evaluates, "rows": rows}
+        states, run.rows = run.before_evaluation or ([], self._rows())
+        run.due = {"log": control.should_log, "evaluate": evaluates}
         for callback, attributes in states:
             vars(callback).update(attributes)
         if evaluates:

@@ -324,7 +324,7 @@ class RewardTrainer(SupervisedTrainer):
         sides = (dataset[name] for name in names if "mask" not in name)
         pairs = zip(*(map(len, side) for side in sides), strict=True)
         if not self.args.padding_free:
-            return (2 * max(pair) for pair in pairs)
+            return (2 * self.padded(max(pair)) for pair in pairs)
         return map(sum, pairs)
 
     def examples_in(self, batch: Any) -> int | None:

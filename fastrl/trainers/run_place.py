@@ -35,7 +35,8 @@ class RunPlace:
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     behind_step: bool = False  # a step is being logged, evaluated and saved
     # Behind a step that is to be evaluated: states of callbacks, and rows of the metrics' file.
-    before_evaluation: tuple[list[tuple[Any, dict[str, Any]]], int] | None = None
+    before_evaluation: tuple[list[tuple[Any, dict[str, Any]]], int | None] | None = None
+    rows: int | None = None  # of the metrics' file, that stay beside what is due
     is_ended: bool = False  # by what was due behind the step that it goes on from
     due: dict[str, bool] | None = None  # what an exception has kept from being done behind a step
     ignored: Any = None  # keys of outputs that evaluations leave out

@@ -378,8 +378,8 @@ class SFTTrainer(SupervisedTrainer):
 
     def sizes(self, dataset: Any) -> Iterable[int]:
         if isinstance(dataset, PackedTexts):
-            return dataset.sizes()
-        return () if is_stream(dataset) else map(len, dataset["input_ids"])
+            return map(self.padded, dataset.sizes())
+        return () if is_stream(dataset) else (self.padded(len(x)) for x in dataset["input_ids"])
 
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
         labels = inputs["labels"]

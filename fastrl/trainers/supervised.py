@@ -414,6 +414,11 @@ class SupervisedTrainer(BaseTrainer, ABC):
     def sizes(self, dataset: Any) -> Iterable[int]:
         """Tokens of each example of prepared data; none where they are not known."""
 
+    def padded(self, length: int) -> int:
+        """The width of a row of so many tokens, by ``pad_to_multiple_of``."""
+        multiple = 1 if self.args.padding_free else self.args.pad_to_multiple_of or 1
+        return -(-length // multiple) * multiple
+
     @abstractmethod
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
         """Parts of a batch of at most ``most`` tokens, each with its share of the batch's loss.

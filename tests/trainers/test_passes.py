@@ -122,6 +122,9 @@ def test_a_text_that_no_pass_holds_is_refused_before_training(
         make_sft(data=texts(8), micro_batch_tokens=longest - 1, max_length=longest - 1)
     with pytest.raises(ValueError, match=r"=23, but pair 4 of the training data has 24 tokens"):
         make_reward(data=pairs(8), micro_batch_tokens=23)
+    for make, data, most in ((make_sft, texts(8), 31), (make_reward, pairs(8), 63)):
+        with pytest.raises(ValueError, match=f"micro_batch_tokens={most}, .* has {most + 1} "):
+            make(data=data, micro_batch_tokens=most, pad_to_multiple_of=32, padding_free=False)
     # Padded, each text of a pair is as wide as the longer one.
     with pytest.raises(ValueError, match=r"=24, but pair \d of the training data has \d+ tokens"):
         make_reward(data=pairs(8), micro_batch_tokens=24, padding_free=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastrl.run.folder import RunFolder
-from fastrl.run.ledger import read_ledger
+from fastrl.run.ledger import Ledger, read_ledger
 
 _WINDOW = 50  # steps of the ledger in memory at a time
 
@@ -85,8 +85,7 @@ def _choose(samples: Iterable[Sample], count: int) -> dict[str, list[Sample]]:
 
 def _of_ledger(folder: RunFolder) -> Iterator[Sample]:
     columns = ("step", "sample", "prompt", "completion", "completion_ids", "finish_reason", "score")
-    last = max((int(row["step"]) for row in folder.rows() if "step" in row), default=0)
-    for first in range(1, last + 1, _WINDOW):
+    for first in range(1, Ledger(folder.ledger).last_step + 1, _WINDOW):
         table = read_ledger(folder.ledger, columns, first, first + _WINDOW - 1)
         for batch in table.to_batches(max_chunksize=1024):
             yield from map(_trained_on, batch.to_pylist())

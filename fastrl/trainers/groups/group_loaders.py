@@ -44,7 +44,7 @@ def eval_loader(
     to read a stream for the others."""
     workers = args.dataloader_num_workers
 
-    def in_order(rows: Any) -> GroupSampler:
+    def of_groups(rows: Any) -> GroupSampler:
         return GroupSampler(rows, group, seed=args.seed)
 
     try:
@@ -53,6 +53,6 @@ def eval_loader(
             accelerator.dataloader_config.dispatch_batches = False
             data = in_groups(data.shuffle(seed=args.seed), group)
             args.dataloader_num_workers = 0
-        return load(data, args.eval_batch_size, in_order)
+        return load(data, args.eval_batch_size, of_groups)
     finally:
         args.dataloader_num_workers = workers

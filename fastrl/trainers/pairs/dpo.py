@@ -95,8 +95,10 @@ class DPOTrainer(PreferenceTrainer):
         if "dpo_loss" in self.overrides:
             self._lengths = sides[0].tokens, sides[1].tokens
             columns = [column for i in (0, 2) for column in (sides[0][i], sides[1][i])]
-            losses = self.dpo_loss(*columns)[0]
-            self._lengths = None
+            try:
+                losses = self.dpo_loss(*columns)[0]
+            finally:
+                self._lengths = None
         else:
             losses = self._losses(sides, logprobs, completions.mask)
         if args.use_weighting:
@@ -147,8 +149,8 @@ class DPOTrainer(PreferenceTrainer):
         means = [x for x, (row, fixed) in rows if (row.defaults | fixed).get("length_means")]
         if self._lengths is None and means:
             raise ValueError(
-                f"loss_type={means[0]!r} reads the completions' lengths, which dpo_loss has in "
-                "training alone: choose another loss_type"
+                f"loss_type={means[0]!r} reads the completions' lengths, which dpo_loss has only "
+                "while a batch is learned or evaluated: choose another loss_type"
             )
         columns = (
             (chosen_logps, rejected_logps),

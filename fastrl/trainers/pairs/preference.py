@@ -227,7 +227,7 @@ class PreferenceTrainer(SupervisedTrainer):
         lengths = ([min(len(p) + len(c), most) for c in sides] for p, *sides in rows)
         if self.args.padding_free:
             return map(sum, lengths)
-        return (len(sides) * max(sides) for sides in lengths)
+        return (len(sides) * self.padded(max(sides)) for sides in lengths)
 
     def examples_in(self, batch: Any) -> int | None:
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
