@@ -97,7 +97,7 @@ class BaseTrainer(OpenTrainer):
 
     Attributes:
         kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
-        saves_when_it_fails: whether an exception saves a checkpoint; by default if any are saved.
+        saves_when_it_fails: whether exceptions save a checkpoint; by default if others are saved.
         computed_columns: columns that the trainer adds to data sets; fingerprints leave them out.
         method: the training method that the model card names.
 
@@ -115,8 +115,8 @@ class BaseTrainer(OpenTrainer):
     processes: Processes
     products: Products  # the libraries by which a CPU multiplies matrices
     finite_steps: FiniteSteps
-    run_folder: RunFolder | None  # a command's, whose metrics continue those of the checkpoint
-    _metrics: dict[str, MetricMeans]  # TRL's name; of "train" and "eval"
+    run_folder: RunFolder | None  # a command's folder, in which a resumed run's metrics go on
+    _metrics: dict[str, MetricMeans]  # by mode, "train" and "eval"; the attribute's name is TRL's
 
     def __init__(self, *, args: Any, model: Any = None, **kwargs: Any):
         self._metrics = {
@@ -271,8 +271,8 @@ class BaseTrainer(OpenTrainer):
                 not step in host memory.
             BadCheckpoint: a ValueError: a checkpoint that is damaged, or that another trainer,
                 model or data set made; nothing has changed then.
-            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved;
-                after SIGTERM it is also a SystemExit, with status 143.
+            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step, whose state is saved if
+                checkpoints are; after SIGTERM it is also a SystemExit, with status 143.
         """
         if self._says_precision and self.is_world_process_zero():
             tqdm.write(BY_DEFAULT)
@@ -468,17 +468,21 @@ class BaseTrainer(OpenTrainer):
         trainer is run or changed.
 
         Args:
-            prompt_tokens, response_tokens: tokens of the longest prompt and response, at least 2.
+            prompt_tokens, response_tokens: tokens of the longest prompt and response.
             passes: the size of passes in the plan; by default that of the settings.
             device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
 
         Returns:
             a :class:`fastrl.trainers.plan.report.Plan`, whose ``peak`` is in bytes.
+
+        Raises:
+            ValueError: a length below 2, or lengths that together exceed the model's context.
         """
         return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
 
     def tokens_of(self, *lengths: int) -> tuple[int, int]:
-        """Tokens of a mini-batch of texts of ``sum(lengths)``, and of texts that no pass splits."""
+        """The tokens of a mini-batch, and of an example, which no pass splits, where each text has
+        ``sum(lengths)`` tokens."""
         return rehearse.tokens_of(self, lengths)
 
     def limit_passes(self, passes: PassSize) -> None:
@@ -611,7 +615,6 @@ class BaseTrainer(OpenTrainer):
             )
 
     def card_settings(self) -> dict[str, Any]:
-        """The settings that the card names."""
         return card_settings(self.args)
 
     def write_card(self, folder: str, name: str | None = None, **told: Any) -> None:
@@ -632,7 +635,7 @@ class BaseTrainer(OpenTrainer):
         process, it fails in all, and the state before it can be saved.
 
         Raises:
-            PeerFailed: another process raised an exception; the message names both.
+            PeerFailed: another process raised an exception; the message names it and the process.
         """
         error: Exception | None = None
         try:
@@ -672,7 +675,7 @@ class BaseTrainer(OpenTrainer):
         self._driver.conclude()
 
     def conclude(self, *, stops: bool) -> bool:
-        """Logs, evaluates and saves what is due at the end of a step or of an epoch."""
+        """Logs, evaluates and saves what is due; returns whether it evaluated or saved."""
         run, control = self._run, self.control
         if not run.behind_step:  # no step has ended, but an epoch
             run.epoch_is_over = run.behind_step = True

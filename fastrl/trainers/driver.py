@@ -54,7 +54,7 @@ class Driven(Protocol):
         checkpoints are written; returns the checkpoint, or None if it saved nothing.
 
         Raises:
-            StateLost: the weights have changed since that state.
+            StateLost: the weights have changed since, or saving needs processes that have failed.
         """
 
 
@@ -74,15 +74,15 @@ class Driver:
         """Context of the whole run.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step and with its state saved;
-                after SIGTERM it is also a SystemExit, with status 143.
+            KeyboardInterrupt: Ctrl-C or SIGTERM, at the end of a step, whose state is saved if
+                checkpoints are; after SIGTERM it is also a SystemExit, with status 143.
         """
         with stop_at_a_steps_end():
             try:
                 with exits_are_errors():
                     yield
             except Stopped as stopped:
-                if stopped.args:  # the driver's own: the state is saved
+                if stopped.args:  # raised by conclude(), after save_to_stop()
                     raise
                 self._save_before(stopped)
                 raise self.run.stopped() from None

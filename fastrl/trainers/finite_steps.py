@@ -34,8 +34,8 @@ class FiniteSteps:
     A step whose loss or gradient norm is not finite is left out: weights and optimizer stay, the
     schedule goes on, the step counts. Logs have the mean loss of the other steps and, if steps were
     left out since the last log, their number as ``nonfinite_steps``. A gradient scaler (fp16)
-    handles infinite gradients itself. transformers alone takes a step that is not finite, and by
-    default leaves its loss out of the log.
+    handles infinite gradients itself. transformers' own Trainer takes such a step, and by default
+    leaves the step's loss out of the log.
 
     Args:
         on_nonfinite: "skip", or "raise" (FloatingPointError; the state before the step is saved

@@ -25,10 +25,10 @@ BY_DEFAULT = (
 
 
 def settle_precision(args: Any, model: Any) -> bool:
-    """Sets ``bf16`` where the arguments leave it open; returns whether that is bf16 by default.
+    """Sets ``bf16`` where the arguments leave it open; returns whether it chose bf16 by itself.
 
-    Where an earlier trainer of the process has made an Accelerator, the arguments take its
-    precision, even if they were made before it.
+    Where an earlier trainer of the process has made an Accelerator, the arguments take the
+    Accelerator's precision, even if they were made before it.
     """
     if args.bf16 is not None:
         return False

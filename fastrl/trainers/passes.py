@@ -24,7 +24,7 @@ def fill(sizes: Sequence[int], most: int, name: str) -> list[list[int]]:
         name: what an example is called, for the error.
 
     Raises:
-        ValueError: an example has more tokens.
+        ValueError: an example has more than ``most`` tokens.
     """
     for i, size in enumerate(sizes):
         if size > most:
@@ -67,8 +67,8 @@ def with_synchronised_last(
     passes: int, model: nn.Module, accelerator: Any
 ) -> Iterator[AbstractContextManager[Any]]:
     """Contexts for each of a batch's passes. In the last pass alone gradients are averaged over
-    processes, if this batch averages them at all. Weights that FSDP spreads are averaged in each
-    pass, as they would need whole gradients otherwise."""
+    processes, if this batch averages them at all. Gradients of weights that FSDP2 spreads are
+    averaged in each pass, as each process would have to keep them whole otherwise."""
     waits = accelerator.num_processes > 1 and not getattr(accelerator, "is_fsdp2", False)
     for k in range(passes):
         later = waits and k < passes - 1

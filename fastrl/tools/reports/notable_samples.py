@@ -39,7 +39,7 @@ class NotableSamples:
 
     Args:
         source: what samples these are, for their heading.
-        kinds: "first", "best", "worst" and "longest".
+        kinds: the samples by their kind: "first", "best", "worst" and "longest".
     """
 
     source: str
@@ -47,8 +47,8 @@ class NotableSamples:
 
 
 def notable_samples(folder: RunFolder, count: int = 3) -> NotableSamples | None:
-    """Chooses from the training samples of the ledger, or without one from the responses to
-    held-out prompts in samples.jsonl; None if there are neither."""
+    """Chooses up to ``count`` samples of each kind from the ledger's training samples, or without
+    these from the responses to held-out prompts in samples.jsonl; None if there are neither."""
     kinds = _choose(_of_ledger(folder), count)
     if kinds["first"]:
         return NotableSamples("training samples", kinds)

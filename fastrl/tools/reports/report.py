@@ -43,8 +43,8 @@ class Comparison:
 
     @property
     def gain_sem(self) -> float:
-        """The gain's standard error √(s.e.² + s.e.²), as if the means were independent: an upper
-        bound for paired prompts."""
+        """The gain's standard error √(s.e.² + s.e.²), as if the means were independent: too large
+        where a prompt's rewards before and after training correlate positively."""
         return math.hypot(self.before_sem, self.after_sem)
 
     @property
@@ -87,7 +87,7 @@ def finish_training(
     """Does :func:`finish_run` for ``PPOTrainer.train``, with samples and the gain in reward.
 
     Returns:
-        the change in mean reward over the evaluation prompts; None in a run without evaluation.
+        the change in mean reward over the evaluation prompts; None with fewer than 2 evaluations.
     """
     if len(result.evaluations) < 2:
         finish_run(folder, save, results)
@@ -232,7 +232,7 @@ def pair_samples(before: Any, after: Any) -> list[dict[str, Any]]:
 
 
 def samples_table(rows: Sequence[Mapping[str, Any]], count: int = 8) -> Table:
-    """A table of ``count`` rows of ``samples.jsonl``, evenly spaced."""
+    """A table of at most ``count`` rows of ``samples.jsonl``, evenly spaced."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

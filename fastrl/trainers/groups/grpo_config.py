@@ -27,7 +27,7 @@ class GRPOConfig(OnlineConfig):
     importance_sampling_level: str = setting(
         "The ratio: of a token, or of a sequence.", "token", choices=LEVELS
     )
-    scale_rewards: str = setting(  # or a bool, which command lines would take for all
+    scale_rewards: str = setting(  # a bool, too, but then command lines would read bools alone
         "What advantages are divided by: the deviation of the group or of the batch, or none.",
         "group",
         choices=SCALES,

@@ -244,7 +244,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         self.log_completions = args.log_completions
 
     def _make_parts(self) -> None:
-        """Makes what needs the Accelerator, or the model where it is."""
+        """Makes the parts that need the Accelerator, or the model on its device."""
         args, rewards = self.args, self.rewards
         self._noted = ResponseLog(args, rewards.names, self._metrics, self.processes)
         self._logs = self._noted.table  # TRL's name
@@ -377,7 +377,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         rewards, [B] or [B / group] bool.
 
         Args:
-            kl: Σ_t (log π_old - log π_ref) of each response, [B]; None where one is unknown.
+            kl: Σ_t (log π_old - log π_ref) of each response, [B]; None where either is unknown.
         """
 
     @abstractmethod

@@ -55,8 +55,8 @@ _KINDS = {row.kind for row in LOSS_TYPES.values()}
 
 
 class LossTypes(Mapping[str, LossType]):
-    """The rows of the table by name. A policy loss that none of them is of, such as a registered
-    one, or one that is named as "file.py:function", has a row that averages tokens as "dapo"."""
+    """The rows of the table by name. A policy loss that is no row's ``kind``, such as a registered
+    loss, or a loss named "file.py:function", has a row that averages tokens as "dapo"."""
 
     def __getitem__(self, name: str) -> LossType:
         if name in LOSS_TYPES:

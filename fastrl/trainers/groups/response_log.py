@@ -103,7 +103,8 @@ class ResponseLog:
         return int(prompts.sum() + lengths.sum()), float(learned.sum())
 
     def rewards(self, judged: Samples, spreadless: Tensor, mode: str) -> None:
-        """Adds metrics of rewards; ``spreadless`` marks groups of equal ones, or the responses."""
+        """Adds metrics of rewards; ``spreadless``, bool, marks groups whose rewards are equal: a
+        number for each group, or for each response."""
         metrics, values = self.metrics[mode], self._numbers
         pairs = zip(self.names, judged.rewards_by_function.values(), strict=True)
         columns = {f"rewards/{name}/": column for name, column in pairs}

@@ -150,8 +150,8 @@ class DPOConfig(PreferenceConfig):
         return {name: self.objective(name) for name in names}
 
     def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
-        """The row of a loss, and its options from these settings. A user's loss, which has defaults
-        itself, gets ``beta`` and ``label_smoothing`` only where these differ from DPOConfig's."""
+        """The row of a loss, and its options from these settings. A user's loss has defaults, and
+        gets ``beta`` and ``label_smoothing`` only where these differ from DPOConfig's defaults."""
         row, fixed = LOSS_TYPES[loss_type]
         options: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
         if row.is_own:

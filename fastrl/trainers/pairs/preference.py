@@ -134,8 +134,7 @@ class PreferenceTrainer(SupervisedTrainer):
 
     @abstractmethod
     def ref_logprobs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The reference's log-probs of a batch, one [B] for each of
-        ``computed_columns``."""
+        """The reference's log-probs of a batch, a tensor [B] for each of ``computed_columns``."""
 
     @abstractmethod
     def losses(
@@ -190,7 +189,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return adapted(model, self._peft_config, self.args)
 
     def _choose_reference(self, args: Any, reference: CausalLMPolicy | None) -> RefModel | None:
-        """The reference; None where the policy itself computes its log-probs before training."""
+        """The reference; None where it is the policy itself, which is scored before training."""
         has_adapter = self._policy.is_peft_model
         if args.precompute_ref_log_probs and reference is None and not has_adapter:
             return None
@@ -198,8 +197,8 @@ class PreferenceTrainer(SupervisedTrainer):
 
     @property
     def ref_model(self) -> Any:
-        """The reference as a separate model; None where it is the policy's base, or the policy
-        computes its log-probs before training."""
+        """The reference as a separate model; None where it is the base of the policy's adapter, or
+        the policy itself, which is scored before training."""
         return model_of(self._reference, self.accelerator)
 
     # Data.

@@ -289,7 +289,6 @@ class Loop:
 
     @property
     def last_step(self) -> int:
-        """The number of the last step."""
         return self.begun_at + self.steps
 
     @closing_callbacks
@@ -418,7 +417,7 @@ class Loop:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """
         Raises:
-            BadCheckpoint: the state is of a run on other prompts, or was not written by one.
+            BadCheckpoint: the state is of a run on other prompts, or was not written by train().
         """
         if "loop" not in state:
             raise BadCheckpoint(
@@ -432,15 +431,15 @@ class Loop:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from another loop's state. Where settings differ, its evaluations are dropped,
-        with a warning, because later ones cannot be compared with them."""
+        """Goes on from another loop's state, and warns of settings that differ. Its evaluations are
+        dropped where settings that they depend on differ, as later ones cannot be compared."""
         self.begun_at = state["begun_at"]
         self._began -= state["seconds"]
         both = state["settings"], self._settings()
         # The trainer has compared its temperature itself.
         before, now = ({k: v for k, v in x.items() if k != "temperature"} for x in both)
         changed = warn_of_changed_settings(before, now)
-        changed = [k for k in changed if not k.startswith(OF_CODE)]  # it may have been mended
+        changed = [k for k in changed if not k.startswith(OF_CODE)]  # mended code is fine
         if set(changed) - {"missing_eos_penalty"}:
             return
         prompts = [] if self.eval_prompts is None else self.eval_prompts.samples.prompt_texts
@@ -456,8 +455,8 @@ class Loop:
             return self._step(stream.take(self.prompts_per_step), stream)
 
     def _step(self, chosen: list[int], stream: PromptStream) -> tuple[dict[str, float], Samples]:
-        """Takes a step on the prompts of all processes, each of which samples and scores its share;
-        returns metrics, and the samples of all.
+        """Takes a step on the prompts of all processes, each of which samples and rewards a share;
+        returns metrics, and the samples of all processes.
 
         Args:
             chosen: the numbers of the prompts.
@@ -517,8 +516,8 @@ class Loop:
         return samples
 
     def _of_all(self, share: Samples, prompts: Samples, *, tokens: bool = False) -> Samples:
-        """The responses of all processes from each one's share; to ``prompts``, unless responding
-        changes the prompts. Columns that only rewards are computed from are not exchanged."""
+        """The samples of all processes, joined from each process's share; their prompts are
+        ``prompts``, unless responding changes prompts. Columns for rewards are not exchanged."""
         known = prompts if self.collector.respond.keeps_prompts else None
         exchanged = share.without("columns", "completions", "noted")
         return exchanged.gathered(self.processes, known, tokens=tokens)
