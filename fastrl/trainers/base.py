@@ -96,7 +96,7 @@ class BaseTrainer(OpenTrainer):
 
     Attributes:
         kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
-        saves_when_it_fails: whether an exception saves a checkpoint; by default if any are saved.
+        saves_when_it_fails: whether exceptions save a checkpoint; by default if others are saved.
         computed_columns: columns that the trainer adds to data sets; fingerprints leave them out.
         method: the training method that the model card names.
 
@@ -115,8 +115,8 @@ class BaseTrainer(OpenTrainer):
     processes: Processes
     products: Products  # the libraries by which a CPU multiplies matrices
     finite_steps: FiniteSteps
-    run_folder: RunFolder | None  # a command's, whose metrics continue those of the checkpoint
-    _metrics: dict[str, MetricMeans]  # TRL's name; of "train" and "eval"
+    run_folder: RunFolder | None  # a command's folder, in which a resumed run's metrics go on
+    _metrics: dict[str, MetricMeans]  # by mode, "train" and "eval"; the attribute's name is TRL's
 
     def __init__(self, *, args: Any, model: Any = None, **kwargs: Any):
         self._metrics = {
@@ -487,6 +487,9 @@ class BaseTrainer(OpenTrainer):
 
         Returns:
             a :class:`fastrl.trainers.plan.report.Plan`, whose ``peak`` is in bytes.
+
+        Raises:
+            ValueError: a length below 2, or lengths that together exceed the model's context.
         """
         return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
 
@@ -624,7 +627,6 @@ class BaseTrainer(OpenTrainer):
             )
 
     def card_settings(self) -> dict[str, Any]:
-        """The settings that the card names."""
         return card_settings(self.args)
 
     def write_card(self, folder: str, name: str | None = None, **told: Any) -> None:
@@ -685,7 +687,7 @@ class BaseTrainer(OpenTrainer):
         self._driver.conclude()
 
     def conclude(self, *, stops: bool) -> bool:
-        """Logs, evaluates and saves what is due at the end of a step or of an epoch."""
+        """Logs, evaluates and saves what is due; returns whether it evaluated or saved."""
         run, control = self._run, self.control
         if not run.behind_step:  # no step has ended, but an epoch
             run.epoch_is_over = run.behind_step = True

@@ -54,7 +54,7 @@ class Driven(Protocol):
         checkpoints are written; returns the checkpoint, or None if it saved nothing.
 
         Raises:
-            StateLost: the weights have changed since that state.
+            StateLost: the weights have changed since, or saving needs processes that have failed.
         """
 
 

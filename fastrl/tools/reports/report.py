@@ -232,7 +232,7 @@ def pair_samples(before: Any, after: Any) -> list[dict[str, Any]]:
 
 
 def samples_table(rows: Sequence[Mapping[str, Any]], count: int = 8) -> Table:
-    """A table of ``count`` rows of ``samples.jsonl``, evenly spaced."""
+    """A table of at most ``count`` rows of ``samples.jsonl``, evenly spaced."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

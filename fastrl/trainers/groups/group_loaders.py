@@ -40,8 +40,8 @@ def train_sampler(args: Any, data: Any, group: int, uses: int) -> GroupSampler:
 def eval_loader(
     args: Any, data: Any, group: int, accelerator: Any, load: Callable[..., Any]
 ) -> Any:
-    """The loader of an evaluation, see :func:`train_loader`; raises ValueError where one process is
-    to read a stream for the others."""
+    """The loader of an evaluation, in an order by ``args.seed``, see :func:`train_loader`; raises
+    ValueError where one process is to read a stream for the others."""
     workers = args.dataloader_num_workers
 
     def of_groups(rows: Any) -> GroupSampler:

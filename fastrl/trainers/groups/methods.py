@@ -169,7 +169,7 @@ class OverridableTrainer(OnlineTrainer):
         number of batches of an optimizer step, if the class ``divides_loss``. Logs the metrics.
 
         Raises:
-            ValueError: advantages of tokens, [B, C]; see :meth:`own_logprobs`.
+            ValueError: advantages of tokens, [B, C]; what :meth:`own_logprobs` refuses.
         """
         training, samples = self.model.training, samples_of(inputs)
         if "advantages" in (samples.further or ()):

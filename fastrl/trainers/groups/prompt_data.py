@@ -137,7 +137,7 @@ class PromptRoom:
         as they are learned from.
 
         Raises:
-            ValueError: a prompt that is too long, or a blank one without a token, by its row.
+            ValueError: a prompt too long, or blank and without a token; the message names its row.
         """
         for name, data in _named(train, evaluation).items():
             doubtful = (

@@ -131,8 +131,8 @@ class RewardFunctions:
         return self._rewards(prompts, completions, completion_ids, columns, **options)
 
     def batch_of(self, table: Tensor, left_out: Sequence[int] = ()) -> RewardBatch:
-        """Weighted sums of each function's rewards, ``table`` [B, K]. NaN says that a function does
-        not apply; infinite numbers, and those of the samples ``left_out``, are read as NaN."""
+        """Weighted sums of K functions' rewards, ``table`` [B, K]. NaN: a function does not apply;
+        infinite numbers, and all numbers of samples with indices ``left_out``, are read as NaN."""
         values = table.double().t().clone()
         values[:, list(left_out)] = torch.nan
         values[values.isinf()] = torch.nan

@@ -1,4 +1,4 @@
-"""KTOTrainer: a policy from single completions that are desirable or not."""
+"""KTOTrainer: trains a policy on single completions that are desirable or not."""
 
 from __future__ import annotations
 

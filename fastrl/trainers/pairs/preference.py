@@ -134,8 +134,7 @@ class PreferenceTrainer(SupervisedTrainer):
 
     @abstractmethod
     def ref_logprobs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The reference's log-probs of a batch, one [B] for each of
-        ``computed_columns``."""
+        """The reference's log-probs of a batch, a tensor [B] for each of ``computed_columns``."""
 
     @abstractmethod
     def losses(

@@ -163,7 +163,7 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
 
 
 def _growth(plan: Plan, kind: str, gpu_gib: float) -> float:
-    """The factor by which a kind of memory can grow until a phase is full; 1 if there is none."""
+    """The factor by which a kind of memory can grow until a phase is full; 1 if no phase has it."""
     limit = usable(gpu_gib)
     growing = [phase for phase in plan.phases.values() if phase.by_kind.get(kind)]
     return min((1 + (limit - p.total) / p.by_kind[kind] for p in growing), default=1.0)

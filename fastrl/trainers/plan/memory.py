@@ -47,7 +47,6 @@ class MemoryLog:
 
     @property
     def total(self) -> int:
-        """All bytes that are allocated now."""
         return self._total
 
     def allocated(self, key: int, nbytes: int) -> None:

@@ -74,7 +74,7 @@ class Phantoms(TorchDispatchMode):
     """Context in which large tensors are phantoms, in this thread.
 
     Args:
-        log: it notes each tensor's memory, that of real ones too.
+        log: the log that gets each tensor's memory, that of real tensors too.
 
     Attributes:
         run_for_real: operations on phantoms that have no rule for shapes, and were run on zeros.

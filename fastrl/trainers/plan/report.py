@@ -68,7 +68,6 @@ class Plan:
         return f"<Plan of {self.title} on {self.device}: {self.line()}>"
 
     def line(self) -> str:
-        """The plan in one line."""
         parts = self.phases[self.widest].by_kind
         largest = sorted(parts, key=lambda kind: -parts[kind])[:3]
         shown = ", ".join(f"{kind} {gib(parts[kind])}" for kind in largest if parts[kind])

@@ -286,7 +286,6 @@ class Loop:
 
     @property
     def last_step(self) -> int:
-        """The number of the last step."""
         return self.begun_at + self.steps
 
     @closing_callbacks
@@ -435,7 +434,7 @@ class Loop:
         # The trainer has compared its temperature itself.
         before, now = ({k: v for k, v in x.items() if k != "temperature"} for x in both)
         changed = warn_of_changed_settings(before, now)
-        changed = [k for k in changed if not k.startswith(OF_CODE)]  # it may have been mended
+        changed = [k for k in changed if not k.startswith(OF_CODE)]  # mended code is fine
         if set(changed) - {"missing_eos_penalty"}:
             return
         prompts = [] if self.eval_prompts is None else self.eval_prompts.samples.prompt_texts
@@ -513,8 +512,8 @@ class Loop:
         return samples
 
     def _of_all(self, share: Samples, prompts: Samples, *, tokens: bool = False) -> Samples:
-        """The responses of all processes from each one's share; to ``prompts``, unless responding
-        changes the prompts. Columns that only rewards are computed from are not exchanged."""
+        """The samples of all processes, joined from each process's share; their prompts are
+        ``prompts``, unless responding changes prompts. Columns for rewards are not exchanged."""
         known = prompts if self.collector.respond.keeps_prompts else None
         exchanged = share.without("columns", "completions", "noted")
         return exchanged.gathered(self.processes, known, tokens=tokens)
