@@ -47,8 +47,8 @@ class NotableSamples:
 
 
 def notable_samples(folder: RunFolder, count: int = 3) -> NotableSamples | None:
-    """At most ``count`` samples of each kind, of the ledger's training samples, or without any of
-    the responses to held-out prompts in samples.jsonl; None if there are neither."""
+    """Chooses at most ``count`` samples of each kind: from the ledger's training samples or, where
+    there are none, from samples.jsonl, the responses to held-out prompts; None without either."""
     kinds = _choose(_of_ledger(folder), count)
     if kinds["first"]:
         return NotableSamples("training samples", kinds)
