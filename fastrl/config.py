@@ -252,10 +252,10 @@ class PPOConfig:
         choices=SAMPLER_CORRECTIONS,
     )
     sampler_correction_max: float | None = setting(
-        "Upper bound of these weights.", 3.0, within="(0, inf)"
+        "Upper bound of sampler_correction's weights.", 3.0, within="(0, inf)"
     )
     sampler_correction_min: float | None = setting(
-        "Lower bound of these weights.", None, within="(0, inf)"
+        "Lower bound of sampler_correction's weights.", None, within="(0, inf)"
     )
     rollout_slots: int = setting(
         "Samples that the engine generates at a time, at most.", 64, within="[1, inf)"
@@ -316,7 +316,7 @@ class PPOConfig:
         within="[0, inf)",
     )
     ref_ema: float = setting(
-        "Weight of the policy in such an update; 1 copies it.", 1.0, within="(0, 1]"
+        "Weight of the policy in an update of the reference; 1 copies it.", 1.0, within="(0, 1]"
     )
 
     # KL to the reference
@@ -458,7 +458,7 @@ class PPOConfig:
         within="(0, inf)",
     )
     sapo_temperature_neg: float = setting(
-        "With policy_loss sapo: temperature elsewhere.", 1.05, within="(0, inf)"
+        "With policy_loss sapo: temperature where the advantage is ≤ 0.", 1.05, within="(0, inf)"
     )
     vespo_k_pos: float = setting(
         "With policy_loss vespo: power k of the ratio where the advantage is 0 or more.",
@@ -466,13 +466,13 @@ class PPOConfig:
         within="[0, inf)",
     )
     vespo_lambda_pos: float = setting(
-        "With policy_loss vespo: decay λ there.", 3.0, within="(0, inf)"
+        "With policy_loss vespo: decay λ where the advantage is 0 or more.", 3.0, within="(0, inf)"
     )
     vespo_k_neg: float = setting(
-        "With policy_loss vespo: power k elsewhere.", 3.0, within="[0, inf)"
+        "With policy_loss vespo: power k where the advantage is negative.", 3.0, within="[0, inf)"
     )
     vespo_lambda_neg: float = setting(
-        "With policy_loss vespo: decay λ elsewhere.", 2.0, within="(0, inf)"
+        "With policy_loss vespo: decay λ where the advantage is negative.", 2.0, within="(0, inf)"
     )
     entropy_coef: float = setting(
         "Coefficient of an entropy bonus: this times the entropy is taken off each token's loss.",

@@ -13,7 +13,7 @@ class RecordArguments:
 
     log_completions: bool = setting("Print and save prompts with their responses.", False)
     num_completions_to_print: int | None = setting(
-        "How many are printed, of as many prompts as there are; None: all.", None, within="[0, inf)"
+        "Responses to print; None: all.", None, within="[0, inf)"
     )
     ledger: bool = setting(
         "Keep a row for each response in the folder ledger of output_dir, for fastrl samples: with "

@@ -1,10 +1,10 @@
 """Records with a reward model whether it reads EOS behind a response.
 
-A reward model must be scored on the same token ids as it was trained on. fastrl records this in a
+A reward model must read the same token ids as it was trained on. fastrl records this in a
 key of the model's config.json, which ``save_pretrained`` and ``push_to_hub`` write and
 ``from_pretrained`` reads; an adapter, which has no config.json, gets another file. A classifier
-without the record was not trained by fastrl: it is scored on prompt and response as one text, as
-its tokenizer encodes a text.
+without the record was trained elsewhere, or on token ids that fastrl did not make: it gets prompt
+and response as one text, as its tokenizer encodes a text.
 """
 
 from __future__ import annotations

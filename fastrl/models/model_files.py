@@ -32,8 +32,8 @@ def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
 
     Raises:
         FileNotFoundError: a folder without a model, or a local path that does not exist: any name
-            that cannot be a Hub id, and one whose first part is a folder here, unless files of such
-            an id are on this machine.
+            that cannot be a Hub id, and one whose first part is a folder here, unless the Hub's
+            cache on this machine has a model of that very name.
         ValueError: an empty name.
     """
     name = os.fspath(path)
@@ -80,7 +80,7 @@ def is_adapter(path: str | os.PathLike, **options: Any) -> bool:
 
 
 def find_file(path: str, name: str, options: dict[str, Any]) -> str | None:
-    """The path of a file in a local folder or on the Hub; None where there is none.
+    """The path of a file in a local folder or on the Hub; None where it is missing or out of reach.
 
     Args:
         options: keywords of ``from_pretrained``: revision, token, cache_dir and subfolder are read.
@@ -104,8 +104,8 @@ def hub_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_weights(folder: str, subfolder: str | None) -> None:
-    """Raises ValueError for a file of weights in a local folder that is cut short or holds no
-    weights, and OSError where there are pickles alone."""
+    """Raises ValueError where a local folder has a file of weights that is cut short or is not of
+    safetensors' format, and OSError where there are pickles alone."""
     files = sorted((Path(folder) / (subfolder or "")).glob("*.safetensors"))
     pickled = [] if files else sorted((Path(folder) / (subfolder or "")).glob("*model*.bin"))
     if pickled:

@@ -94,7 +94,7 @@ class SFTConfig(SupervisedArguments):
     packing: bool = setting(
         "Put several texts into a row of max_length tokens; none sees another.", False
     )
-    eval_packing: bool | None = setting("The same for evaluation; None: as packing.", None)
+    eval_packing: bool | None = setting("Pack the evaluation sets; None: as packing.", None)
     packing_strategy: str = setting(
         "How to pack: bfd (best fit, the longest text first), bfd_split (longer texts in pieces), "
         "wrapped (texts one after the other, cut where a row is full; they see each other).",

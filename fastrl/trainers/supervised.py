@@ -135,7 +135,7 @@ class SupervisedArguments(TrainingArguments, metaclass=OfEveryEra):
         "The same as gradient_checkpointing, by its newer name in transformers.", None, bare=True
     )
     activation_checkpointing_kwargs: dict | str | None = setting(
-        "The same as gradient_checkpointing_kwargs, likewise.", None
+        "The same as gradient_checkpointing_kwargs, by its newer name.", None
     )
     remove_unused_columns: bool = setting(
         "transformers'; columns are these trainers' own, so that it changes nothing.", True

@@ -83,9 +83,9 @@ class PPOv2Config(SupervisedArguments):
 
     max_length: int | None = refused(None, "cut prompts in the data set, and set response_length")
     logging_steps: float = setting(
-        "Steps between two logs; below 1: a share of all steps.", 10, within="(0, inf)"
+        "Optimizer steps between two logs; below 1: a share of all.", 10, within="(0, inf)"
     )
-    weight_decay: float = setting("Of all weights, biases too.", 0.0, within="[0, inf)")
+    weight_decay: float = setting("Decay of all weights, biases too.", 0.0, within="[0, inf)")
     learning_rate: float = setting("Learning rate at the start.", 5e-5, within="[0, inf)")
     exp_name: str = setting("Name of the experiment.", "ppo_config")
     total_episodes: int | None = setting(
@@ -103,7 +103,7 @@ class PPOv2Config(SupervisedArguments):
     )
     response_length: int = setting("Longest response, in tokens.", 53, within="[1, inf)")
     stop_token: str | None = setting(
-        "eos: responses end there, as they do here in any case.", None, choices=("eos",)
+        "eos: responses end at EOS, as they do in any case.", None, choices=("eos",)
     )
     stop_token_id: int | None = setting(
         "Another token at which responses end.", None, within="[0, inf)"

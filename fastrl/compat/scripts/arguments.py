@@ -15,10 +15,10 @@ class ScriptArguments:
     """The data set of a training script, by TRL 1.x's names."""
 
     dataset_name: str | None = setting(f"Data set: a path or a name. {_IGNORED}", None)
-    dataset_config: str | None = setting(f"Its configuration. {_IGNORED}", None)
-    dataset_train_split: str = setting(f"Its split to train on. {_IGNORED}", "train")
-    dataset_test_split: str = setting(f"Its split to evaluate on. {_IGNORED}", "test")
-    dataset_streaming: bool = setting(f"Read it as a stream. {_IGNORED}", False)
+    dataset_config: str | None = setting(f"Configuration of the data set. {_IGNORED}", None)
+    dataset_train_split: str = setting(f"Split of the data set to train on. {_IGNORED}", "train")
+    dataset_test_split: str = setting(f"Split of the data set to evaluate on. {_IGNORED}", "test")
+    dataset_streaming: bool = setting(f"Read the data set as a stream. {_IGNORED}", False)
     ignore_bias_buffers: bool = setting(
         "Have DDP leave buffers of truth values alone: fastrl does so by itself.", False
     )
@@ -29,8 +29,8 @@ class SFTScriptArguments:
     """The data set of a script of TRL 0.11 for SFT."""
 
     dataset_name: str = setting("The data set.", "timdettmers/openassistant-guanaco")
-    dataset_train_split: str = setting("Its split to train on.", "train")
-    dataset_test_split: str = setting("Its split to evaluate on.", "test")
+    dataset_train_split: str = setting("Split of the data set to train on.", "train")
+    dataset_test_split: str = setting("Split of the data set to evaluate on.", "test")
     config: str | None = setting("A YAML file of settings.", None)
     gradient_checkpointing_use_reentrant: bool = setting(
         "use_reentrant of gradient_checkpointing_kwargs.", False
@@ -77,9 +77,9 @@ class DatasetMixtureConfig:
     """Several data sets in the place of one, in a YAML file under ``datasets``."""
 
     datasets: list[DatasetConfig] = setting("Data sets, each a mapping with a path.", list)
-    streaming: bool = setting("Read them as streams.", False)
+    streaming: bool = setting("Read the data sets as streams.", False)
     test_split_size: float | None = setting(
-        "Share or number of rows to evaluate on; None: there are none.", None
+        "Share or number of rows to evaluate on; None: no rows.", None
     )
 
     def __post_init__(self) -> None:

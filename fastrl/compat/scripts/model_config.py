@@ -25,19 +25,19 @@ class ModelConfig(metaclass=OfEveryEra):
     """
 
     model_name_or_path: str | None = setting("Model: a folder, or a name on the Hub.", None)
-    model_revision: str = setting("Branch, tag or commit of it on the Hub.", "main")
+    model_revision: str = setting("Branch, tag or commit of the model on the Hub.", "main")
     dtype: str | None = setting(
-        "dtype of its weights: auto (as they are saved), bfloat16, float16 or float32.", "float32"
+        "dtype of the weights: auto (as they are saved), bfloat16, float16 or float32.", "float32"
     )
     # A setting of TRL until 0.29, which the constructor alone takes.
     trust_remote_code: bool = kept_setting("Run Python code that comes with the model.", False)
     attn_implementation: str | None = setting("transformers' attention implementation.", None)
     use_peft: bool = setting("Train a LoRA adapter.", False)
     lora_r: int = setting("Rank of the adapter.", 16)
-    lora_alpha: int = setting("Its scale, times r.", 32)
-    lora_dropout: float = setting("Dropout before it.", 0.05)
-    lora_target_modules: list[str] | None = setting("Modules that get one; None: PEFT's.", None)
-    lora_target_parameters: list[str] | None = setting("Parameters that get one.", None)
+    lora_alpha: int = setting("Scale of the adapter, times r.", 32)
+    lora_dropout: float = setting("Dropout before the adapter.", 0.05)
+    lora_target_modules: list[str] | None = setting("Modules to adapt; None: PEFT's.", None)
+    lora_target_parameters: list[str] | None = setting("Parameters to adapt.", None)
     lora_modules_to_save: list[str] | None = setting("Modules that are trained whole.", None)
     lora_task_type: str = setting("CAUSAL_LM, or SEQ_CLS for reward models.", "CAUSAL_LM")
     use_rslora: bool = setting("Scale by α/√r in place of α/r.", False)

@@ -27,9 +27,11 @@ class ReferenceArguments:
     reference_dtype: str = setting_like(PPOConfig, "reference_dtype")
     sync_ref_model: bool = setting("Move the reference model towards the policy.", False)
     ref_model_mixup_alpha: float = setting(
-        "Its way towards the policy, each time.", 0.6, within="(0, 1]"
+        "Weight of the policy in an update of the reference; 1 copies it.", 0.6, within="(0, 1]"
     )
-    ref_model_sync_steps: int = setting("Steps from one time to the next.", 512, within="[1, inf)")
+    ref_model_sync_steps: int = setting(
+        "Steps between two updates of the reference.", 512, within="[1, inf)"
+    )
 
     def refuse_reference(self, cause: str) -> None:
         """Raises ValueError for a reference's setting where ``cause`` means there is none."""

@@ -162,7 +162,7 @@ class CommandFlags:
         "none",
         aliases=["--log-with"],
     )
-    logging_steps: float = setting("Steps between two logs.", 10)
+    logging_steps: float = setting("Optimizer steps between two logs.", 10)
     eval_strategy: str = setting("When to evaluate: no, steps or epoch.", "epoch")
     save_strategy: str = setting(
         "When to save checkpoints: steps, epoch, or no, which is only where the run fails or is "

@@ -29,8 +29,8 @@ _LEFT = {
 
 
 def run_migrate(arguments: Sequence[str]) -> int:
-    """Prints what fastrl makes of each name and setting of TRL's in a program, and in YAML files
-    that its parser reads; with ``--write`` makes the safe changes in the program.
+    """Prints what fastrl makes of TRL's names and settings in a program, and in YAML files that its
+    parser reads (``--all``: those that stay, too); ``--write`` makes the program's safe changes.
 
     Returns 1 where fastrl refuses something or lacks it, else 0. Raises FileNotFoundError without
     the program, and ValueError for one that does not parse.

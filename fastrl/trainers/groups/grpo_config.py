@@ -55,18 +55,20 @@ class GRPOConfig(OnlineConfig):
     entropy_coef: float = setting(
         "Coefficient of the mean entropy, which is added.", 0.0, within="(-inf, inf)"
     )
-    use_adaptive_entropy: bool = setting("Adapt that coefficient to entropy_target.", False)
-    entropy_coef_min: float = setting("Its least value.", 0.0, within="(-inf, inf)")
-    entropy_coef_max: float = setting("Its greatest value.", 1.0, within="(-inf, inf)")
-    entropy_coef_delta: float = setting("Its change at each step.", 0.005, within="[0, inf)")
+    use_adaptive_entropy: bool = setting("Adapt entropy_coef to entropy_target.", False)
+    entropy_coef_min: float = setting("Least value of entropy_coef.", 0.0, within="(-inf, inf)")
+    entropy_coef_max: float = setting("Greatest value of entropy_coef.", 1.0, within="(-inf, inf)")
+    entropy_coef_delta: float = setting(
+        "Change of entropy_coef per step.", 0.005, within="[0, inf)"
+    )
     entropy_target: float = setting(
         "The entropy below which the bonus acts, in nats.", 0.2, within="[0, inf)"
     )
     sapo_temperature_neg: float = setting(
-        "Of loss_type='sapo', for negative advantages.", 1.05, within="(0, inf)"
+        "Temperature τ of loss_type='sapo' where A is negative.", 1.05, within="(0, inf)"
     )
     sapo_temperature_pos: float = setting(
-        "Of loss_type='sapo', for positive advantages.", 1.0, within="(0, inf)"
+        "Temperature τ of loss_type='sapo' where A is positive.", 1.0, within="(0, inf)"
     )
     cast_lm_head_to_fp32: bool = setting(
         "Have the head's products in float32, that is refuse a head or mixed precision in less.",

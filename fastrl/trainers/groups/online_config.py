@@ -27,7 +27,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
 
     learning_rate: float = setting("Learning rate at the start.", 1e-6, within="[0, inf)")
     logging_steps: float = setting(
-        "Steps between two logs; below 1: a share of all steps.", 10, within="(0, inf)"
+        "Optimizer steps between two logs; below 1: a share of all.", 10, within="(0, inf)"
     )
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
         "Compute layers again in the backward pass, in place of keeping their activations.", True
@@ -43,7 +43,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
 
     num_generations: int = setting("Responses to each prompt.", 8, within="[1, inf)")
     num_generations_eval: int | None = setting(
-        "The same in evaluation; None: as many.", None, within="[1, inf)"
+        "Responses to each prompt in evaluation; None: num_generations.", None, within="[1, inf)"
     )
     max_completion_length: int = setting("Longest response, in tokens.", 512, within="[1, inf)")
     generation_batch_size: int | None = setting(
@@ -67,10 +67,10 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
         "Least probability, over that of the likeliest token.", None, within="[0, 1)"
     )
     repetition_penalty: float = setting(
-        "Divides logits of tokens that occurred; 1: none.", 1.0, within="(0, inf)"
+        "Divides past tokens' logits, multiplies negative ones; 1: none.", 1.0, within="(0, inf)"
     )
     generation_kwargs: dict | str | None = setting(
-        "Further arguments of model.generate (JSON); they come first.", None
+        "Further arguments of model.generate (JSON); they override the settings.", None
     )
     chat_template_kwargs: dict | str | None = setting(
         "Further arguments of the chat template (JSON).", None
@@ -92,14 +92,14 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     )
     epsilon: float = setting("Bound of the clipped ratio below 1.", 0.2, within="[0, inf]")
     epsilon_high: float | None = setting(
-        "The same above 1; None: as epsilon.", None, within="[0, inf]"
+        "Bound of the clipped ratio above 1; None: as epsilon.", None, within="[0, inf]"
     )
     reward_weights: list[float] | None = setting(
-        "Of each reward function; None: 1.", None, within="(-inf, inf)"
+        "Weight of each reward function; None: 1.", None, within="(-inf, inf)"
     )
     mask_truncated_completions: bool = setting("Learn nothing from responses that are cut.", False)
     off_policy_mask_threshold: float | None = setting(
-        "Leave out responses of negative advantage whose mean KL to the policy that sampled them "
+        "Leave out responses of negative advantage whose mean over tokens of log(π_sampler/π) "
         "exceeds this, in nats.",
         None,
         within="[0, inf]",
@@ -110,17 +110,17 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
         False,
     )
     vllm_importance_sampling_mode: str = setting(
-        f"Of these weights: {', '.join(MODES)}.", "sequence_mask", choices=MODES
+        f"Kind of weights π_old/π_sampler: {', '.join(MODES)}.", "sequence_mask", choices=MODES
     )
     vllm_importance_sampling_clip_max: float | None = setting(
-        "Their upper bound.", 3.0, within="(0, inf]"
+        "Upper bound of weights π_old/π_sampler.", 3.0, within="(0, inf]"
     )
     vllm_importance_sampling_clip_min: float | None = setting(
-        "Their lower bound.", None, within="[0, inf)"
+        "Lower bound of weights π_old/π_sampler.", None, within="[0, inf)"
     )
     dynamic_sampling_rounds: int = setting_like(PPOConfig, "dynamic_sampling_rounds")
     missing_eos_penalty: float | None = setting(
-        "Taken off the reward of responses without an EOS token.", None, within="[0, inf)"
+        "Taken off rewards of responses that end in neither EOS nor stop.", None, within="[0, inf)"
     )
     overlong_buffer: int | None = setting_like(PPOConfig, "overlong_buffer")
     overlong_penalty: float = setting_like(PPOConfig, "overlong_penalty")

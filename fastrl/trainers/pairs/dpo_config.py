@@ -71,7 +71,9 @@ class DPOConfig(PreferenceConfig):
         lambda: ["sigmoid"],
         choices=DPO_LOSSES,
     )
-    loss_weights: list[float] | None = setting("Of each loss; None: 1.", None, within="(-inf, inf)")
+    loss_weights: list[float] | None = setting(
+        "Weights of losses; None: 1.", None, within="(-inf, inf)"
+    )
     ld_alpha: float | None = setting(
         "Weight of the log-probs behind the shorter completion's length (LD-DPO); None: 1.",
         None,

@@ -17,7 +17,7 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
 
     learning_rate: float = setting("Learning rate at the start.", 1e-6, within="[0, inf)")
     logging_steps: float = setting(
-        "Steps between two logs; below 1: a share of all steps.", 10, within="(0, inf)"
+        "Optimizer steps between two logs; below 1: a share of all.", 10, within="(0, inf)"
     )
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
         "Compute layers again in the backward pass, in place of keeping their activations.", True
@@ -42,7 +42,7 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
         "Compute the reference's log-probs before training, and do not keep the reference.", False
     )
     precompute_ref_batch_size: int | None = setting(
-        "Examples of a batch of that; None: those of training or evaluation.",
+        "Batch size of precompute_ref_log_probs; None: that of training or evaluation.",
         None,
         within="[1, inf)",
     )

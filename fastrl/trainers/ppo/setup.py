@@ -175,8 +175,8 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     """Makes an Accelerator with the configured devices, precision and trackers.
 
     Raises:
-        ValueError, ImportError: a keyword argument that accelerate's class does not take; FSDP1;
-            see :func:`launched_accelerator` and ``check_trackers``.
+        ValueError, ImportError: ``project_kwargs`` or ``accelerator_kwargs`` with a key that
+            accelerate does not take; FSDP1; see :func:`launched_accelerator`, ``check_trackers``.
     """
     for name, kind in (
         ("project_kwargs", ProjectConfiguration),
