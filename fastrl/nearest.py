@@ -14,8 +14,8 @@ def did_you_mean(name: str, names: Iterable[str], likeness: float = 0.6) -> str:
 
 
 def did_you_mean_path(path: Path) -> str:
-    """``: did you mean 'that'?`` for a missing path that differs in one name from one that
-    exists; "" where none does."""
+    """``: did you mean 'that'?`` with a path that exists and has a similar name in place of a
+    missing path's first name that does not exist; "" where there is no such path."""
     missing = next((x for x in (*path.parents[::-1], path) if not x.exists()), path)
     if not missing.parent.is_dir():
         return ""

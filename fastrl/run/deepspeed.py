@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Mapping
@@ -79,12 +80,16 @@ def _launched() -> dict[str, Any]:
 
 
 def _read(config: Mapping[str, Any] | str) -> dict[str, Any]:
-    """A configuration as a dict; {} for anything else, about which DeepSpeed has its own error."""
+    """A configuration as a dict; {} for all but a mapping, a file of a JSON object, or its text,
+    plain or in base64."""
     if isinstance(config, Mapping):
         return dict(config)
     try:
-        path = Path(config)
-        parsed = json.loads(path.read_text(encoding="utf-8") if path.is_file() else config)
+        if os.path.isfile(config):
+            config = Path(config).read_text(encoding="utf-8")
+        elif not config.lstrip().startswith("{"):
+            config = base64.urlsafe_b64decode(config).decode()
+        parsed = json.loads(config)
     except (OSError, ValueError):
         return {}
     return parsed if isinstance(parsed, dict) else {}

@@ -1,5 +1,6 @@
 """DeepSpeed: ZeRO-3 is refused with a file that accelerate takes, ZeRO-2 trains as DDP does."""
 
+import base64
 import json
 import os
 import subprocess
@@ -25,7 +26,9 @@ def file_of(error: pytest.ExceptionInfo[ValueError], folder: Path) -> Any:
     return load_config_from_file(str(path))
 
 
-@pytest.mark.parametrize("how", ["dict", "text", "file", "launched", "launched with a file"])
+@pytest.mark.parametrize(
+    "how", ["dict", "text", "base64", "file", "launched", "launched with a file"]
+)
 def test_zero3_is_refused_with_a_file_for_fsdp2(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +45,8 @@ def test_zero3_is_refused_with_a_file_for_fsdp2(
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
     else:
         asked = {"dict": json.loads(path.read_text()), "text": path.read_text(), "file": str(path)}
+        long = json.dumps(asked["dict"], indent=99)  # no path is as long
+        asked["base64"] = base64.urlsafe_b64encode(long.encode()).decode()
         given = {"deepspeed": asked[how]}
     with pytest.raises(ValueError, match="ZeRO-3 is not supported: take ZeRO-2, or FSDP2") as error:
         SFTConfig(str(tmp_path), use_cpu=True, report_to="none", **given)

@@ -200,9 +200,9 @@ def test_rewards_are_their_formulas() -> None:
 
 def test_completions_are_logged(tmp_path: Path) -> None:
     held_out = test_dpo.pairs(3, seed=1)
-    trainer = test_dpo.trainer(tmp_path, eval_dataset=held_out, max_steps=2)
+    trainer = test_dpo.trainer(tmp_path, eval_dataset=held_out, max_steps=2, eval_steps=0.9)
     most = GenerationConfig(max_new_tokens=3, do_sample=False)
-    trainer.add_callback(LogCompletionsCallback(trainer, most, num_prompts=2, freq=2))
+    trainer.add_callback(LogCompletionsCallback(trainer, most, num_prompts=2))
     trainer.add_callback(fastrl.RichProgressCallback())
     trainer.train()
     (table,) = (tmp_path / "completions").glob("*.parquet")

@@ -65,8 +65,8 @@ class SyncRefModelCallback(TrainerCallback):
 
 
 class LogCompletionsCallback(TrainerCallback):
-    """Logs completions of held-out prompts every ``freq`` steps: to the trackers wandb and trackio,
-    and as ``completions/completions_STEP.parquet`` beside the checkpoints.
+    """Logs completions of held-out prompts every ``freq`` optimizer steps: to wandb and trackio,
+    if in ``report_to``, and as ``completions/completions_STEP.parquet`` beside the checkpoints.
 
     Args:
         trainer: a trainer whose ``eval_dataset`` has a column ``prompt``.
@@ -94,7 +94,7 @@ class LogCompletionsCallback(TrainerCallback):
         if not (freq or trainer.args.eval_steps):
             raise ValueError("LogCompletionsCallback needs a number of steps: pass freq")
         self.trainer, self.generation_config = trainer, generation_config
-        self.freq = int(freq or trainer.args.eval_steps)
+        self.freq = freq
         columns = ["prompt", *(name for name in TEMPLATE_COLUMNS if name in data.column_names)]
         rows = data.with_format(None).select_columns(columns)[:num_prompts]
         self.prompts = list(rows["prompt"])
@@ -102,7 +102,7 @@ class LogCompletionsCallback(TrainerCallback):
         self._templates = templates_of(self.prompts, rows, range(len(self.prompts)), common)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.freq:
+        if state.global_step % (self.freq or state.eval_steps):  # which may be a share in args
             return
         trainer = self.trainer
         examples = list(zip(self.prompts, self._templates, strict=True))

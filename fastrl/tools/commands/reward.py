@@ -14,7 +14,7 @@ from fastrl.trainers.reward import RewardConfig
 
 @dataclass(kw_only=True)
 class RewardJob(FitJob):
-    """Pairs to learn from: chosen, rejected, and a prompt that they may share."""
+    """A job of ``fastrl reward``: what to train, on which pairs, and where the results go."""
 
     command: ClassVar[str] = "reward"
     essentials: ClassVar[dict[str, str]] = essential_flags("", "")

@@ -97,7 +97,7 @@ class GroupRollouts:
 
     def encoded(self, prompts: Samples) -> Samples:
         """Prompts with their token ids. Raises ValueError for a prompt that leaves no room for a
-        response."""
+        response of full length."""
         texts = prompts.prompts
         ids = ids_of_prompts(
             texts,
