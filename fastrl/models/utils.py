@@ -179,8 +179,8 @@ def check_trainable(model: nn.Module, but: str = "") -> None:
 
 
 def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> None:
-    """Warns where trainable weights are bf16 or fp16: updates below half their spacing (2^-9 and
-    2^-12 of a weight) are rounded away.
+    """Warns where trainable weights are bf16 or fp16: changes of a weight below half the dtype's
+    spacing (2^-9 and 2^-12 of the weight) are rounded away.
 
     Args:
         remedy: how the trainer computes in low precision over float32 weights.

@@ -15,7 +15,7 @@ from fastrl.run.files import lacks_function
 
 
 class FolderInUse(OSError):
-    """Another process writes to the folder."""
+    """Another run writes to the folder, in this process or in another one."""
 
 
 class FolderLock:

@@ -278,8 +278,8 @@ def names_a_folder(folder: str | Path, base: str) -> bool:
 
 def card_settings(config: Any) -> dict[str, Any]:
     """The settings of a dataclass that a card shows: those that decide what was trained, and all
-    that differ from their defaults. Left out are settings of folders, accounts and logs, settings
-    without effect, values that are not plain, and absolute paths."""
+    that differ from their defaults. Left out are settings of folders, accounts, logs and memory,
+    settings without effect, values that are not plain, and absolute paths."""
     always = set(_DECIDE)
     if getattr(config, "max_steps", 0) > 0:
         always.remove("num_train_epochs")
@@ -419,7 +419,7 @@ def _kind(inner: Any) -> str:
 
 
 def _adapters(model: Any, inner: Any) -> dict[str, Any]:
-    """The adapters that are saved, without those of a reference or a reward model."""
+    """The adapters that are saved; of fastrl's wrappers, no reference's and no reward model's."""
     held = getattr(inner, "peft_config", {})
     return {name: held[name] for name in getattr(model, "saved_adapters", held)}
 
@@ -478,7 +478,7 @@ def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantised_from(inner: Any) -> str:
-    """The dtype of weights before their quantisation to four bits, whose results depend on it."""
+    """The dtype of weights before their quantisation to four bits; the new weights depend on it."""
     states = (getattr(getattr(m, "weight", None), "quant_state", None) for m in inner.modules())
     dtype = next((state.dtype for state in states if state is not None), "float32")
     return str(dtype).removeprefix("torch.")

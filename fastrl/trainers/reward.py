@@ -73,7 +73,7 @@ class RewardConfig(SupervisedArguments):
         within="[0, inf)",
     )
     append_eos: bool | None = setting(
-        "End every side with EOS; saved with the model, so that it is scored in the same way. "
+        "End every side with EOS; saved with the model, which then reads texts in the same way. "
         "None: as the model was trained before, or else as its tokenizer ends texts.",
         None,
     )
@@ -109,7 +109,7 @@ def _as_array(x: Any) -> Any:
 
 
 class RewardTrainer(SupervisedTrainer):
-    """Trains a model with one label to score the chosen side of each pair above the rejected one.
+    """Trains a model with one label to give the chosen side of a pair more reward than the other.
 
     loss = -log σ(r_c - r_r - margin) + c·(r_c + r_r)², mean over pairs (Bradley–Terry; the margin
     as in Llama 2, arXiv:2307.09288; c is ``center_rewards_coefficient``). Both sides go through the
@@ -117,17 +117,17 @@ class RewardTrainer(SupervisedTrainer):
     evaluation compares their means, as in TRL 0.11, with a warning.
 
     Prompts and answers are tokenised apart. Whether answers end with EOS is saved with the model
-    (:mod:`fastrl.data.reads_eos`), which then scores them in the same way.
+    (:mod:`fastrl.data.reads_eos`), which then reads them in the same way.
 
     Args:
         model: an ``AutoModelForSequenceClassification`` with ``num_labels=1``, or its path; a saved
-            adapter of one, by its path, is trained on.
+            adapter of one, by its path, is trained further.
         args: a :class:`RewardConfig`, or transformers' TrainingArguments.
         data_collator: by default :class:`RewardDataCollatorWithPadding`; another one gets the rows
             of the data sets as they are, and must make the same kind of batches.
         train_dataset, eval_dataset: see :func:`fastrl.data.prepare.prepare_pairs`.
         tokenizer, processing_class: the tokenizer, under its old or new name; by default the one
-            saved with the model.
+            saved with the model, or none beside a data collator of another class.
         compute_metrics: by default :func:`compute_accuracy`.
         max_length: deprecated; set it in ``args``.
         peft_config: adds an adapter to the model, which is prepared for it if it is quantised.

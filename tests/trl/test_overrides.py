@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fastrl
 from fastrl.overrides import CALLED, NOT_CALLED
+from fastrl.trainers.groups.methods import OverridableTrainer
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import reward_model, weights
@@ -247,6 +248,19 @@ def test_log_probs_of_an_older_trl_are_learned_from(tmp_path: Path) -> None:
         for name, x in changes.items()
     )
     assert all(torch.equal(x, other[name]) for name, x in old.items() for other in (new, beside))
+
+
+@pytest.mark.parametrize("further", [(), (None,)])
+def test_a_loss_of_experts_that_is_not_returned_is_refused(further: tuple[None, ...]) -> None:
+    class Without:
+        def _get_per_token_logps_and_entropies(self, *_: Any) -> Any:
+            return torch.zeros(1, 1), torch.zeros(1, 1), *further
+
+    names = (f"{part}_{name}" for part in ("prompt", "completion") for name in ("ids", "mask"))
+    inputs = {name: torch.ones(1, 1) for name in names}
+    without: Any = Without()
+    with pytest.raises(ValueError, match="returned no loss of the experts"):
+        OverridableTrainer.own_logprobs(without, torch.nn.Identity(), inputs, True, True)
 
 
 class Plain:

@@ -88,7 +88,7 @@ class DatasetMixtureConfig:
 
 def get_dataset(mixture_config: Any) -> Any:
     """The data sets of a :class:`DatasetMixtureConfig`, one behind the other, as a DatasetDict with
-    ``train`` and, with ``test_split_size``, ``test``.
+    ``train``; with ``test_split_size`` rows are shuffled, and split into ``train`` and ``test``.
 
     With fractions f the mixture has the first f·N/Σf rows of each, N as large as all of them
     allow.

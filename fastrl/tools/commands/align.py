@@ -63,14 +63,14 @@ class AlignJob(FitJob):
     output: str = setting_like(FitJob, "output", "runs/align")
 
     annotator: str | None = setting(
-        "Online: sequence classifier, function (file.py:function) or ready reward that scores "
+        "Online: sequence classifier, function (file.py:function) or ready reward that judges "
         "responses. "
         "A directory (a run's too) or a Hub id; or module:function or path/to/file.py:function, "
         "called with (prompts, completions, **columns).",
         None,
     )
     annotator_label: str | None = setting(
-        "Label of the classifier whose logit is the score, by name or index; by default the last.",
+        "Label of the classifier whose logit is the reward, by name or index; by default the last.",
         None,
     )
     judge: str | None = setting(
@@ -198,7 +198,7 @@ class AlignFlags(CommandFlags, AlignmentConfig):
     _argument_group_name: ClassVar[str] = "alignment, and transformers' training arguments"
 
     reference_adapter: str = setting_like(AlignmentConfig, "reference_adapter", "auto")
-    num_train_epochs: float = setting("Passes over the data, a whole number.", 1)
+    num_train_epochs: float = setting("Epochs, a whole number.", 1)
     learning_rate: float = setting("AdamW's learning rate.", 1e-5)
 
     def __post_init__(self) -> None:
@@ -266,7 +266,7 @@ def make_trainer(job: AlignJob, flags: AlignFlags, annotator: Annotator | None =
 
 def _longest(job: AlignJob, flags: AlignFlags) -> tuple[int, int]:
     """Tokens of the longest prompt and response, for a plan: responses have max_new_tokens online,
-    else half of max_length, or of what a pass holds."""
+    else what max_prompt_length, by default half, leaves of max_length or of what a pass holds."""
     task = job.learning_task
     texts = task.generations if job.make_loss().learns == "reward model" else 1
     most = most_in_a_pass(flags.max_length or 1024, flags.micro_batch_tokens, texts)

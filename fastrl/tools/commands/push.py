@@ -13,7 +13,7 @@ from fastrl.tools.commands.flags import own_parser
 
 
 def run_push(arguments: Sequence[str]) -> int:
-    """Uploads a model or an adapter in one commit; its card gets the repository's name. With
+    """Uploads a model or an adapter in one commit; fastrl's card gets the repository's id. With
     ``--dry-run`` prints what would be uploaded, and touches no network. Raises FileNotFoundError
     without a folder, and ValueError for a name that no repository can have."""
     flags = make_parser().parse_args(list(arguments))

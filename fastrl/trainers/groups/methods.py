@@ -1,8 +1,8 @@
 """Methods of TRL's GRPOTrainer and RLOOTrainer that subclasses override, by TRL 1.16's names,
 arguments and shapes.
 
-fastrl's training calls such a method only where a subclass overrides it, with arguments laid out as
-in TRL, and learns from its result.
+fastrl's training calls such a method only where a subclass overrides it (``_compute_loss`` also if
+log-probs are overridden), with arguments laid out as in TRL, and learns from its result.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class OverridableTrainer(OnlineTrainer):
         logps, entropies, *aux_loss = method(
             model, ids, mask, inputs["completion_ids"].shape[1], **options
         )
-        if aux and not aux_loss:
+        if aux and (not aux_loss or aux_loss[0] is None):
             raise ValueError(
                 f"{LOGPROBS} returned no loss of the experts, which router_aux_loss_coef weighs: "
                 "return it as the third result, or set router_aux_loss_coef=0"

@@ -91,7 +91,7 @@ class RewardFunctions:
         self.names = numbered(map(_name, self.functions, functions))
         all_weights = [1.0] * count if weights is None else list(weights)
         all_weights += [1.0] * len(further)
-        self.weights = torch.tensor(all_weights)
+        self.weights = torch.tensor(all_weights, dtype=torch.float32)
         chat = dict(args.chat_template_kwargs or {})
         self._rewards = Rewards(
             [
@@ -125,8 +125,8 @@ class RewardFunctions:
         columns: Mapping[str, Sequence[Any]],
         **options: Any,
     ) -> RewardBatch:
-        """Rewards of B samples, see :class:`fastrl.rewards.weighted.Rewards`; without the columns
-        completion and completion_ids, which would be taken for the responses."""
+        """Rewards of B samples, see :class:`fastrl.rewards.weighted.Rewards`; functions do not get
+        the data's columns completion and completion_ids, which would be taken for the responses."""
         columns = {name: x for name, x in columns.items() if name not in _NOT_COLUMNS}
         return self._rewards(prompts, completions, completion_ids, columns, **options)
 
