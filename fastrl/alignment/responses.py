@@ -98,8 +98,8 @@ def compare_responses(
     judged = [replace(e, rewards=(0.5, 0.5), weights=(1.0, 1.0)) for e in examples]
     # Two equal responses need no judge.
     asked = [i for i, e in enumerate(examples) if e.responses[0].text != e.responses[1].text]
+    scores = [[0.0] * len(examples) for _ in range(2)]
     if not asked:
-        scores = [[0.0] * len(examples) for _ in range(2)]
         return judged, scores if hasattr(annotator, "last_scores") else None
     chosen = [examples[i] for i in asked]
     preferences = ask_preferences(
@@ -118,7 +118,6 @@ def compare_responses(
     asked_scores = getattr(annotator, "last_scores", None)
     if asked_scores is None:
         return judged, None
-    scores = [[0.0] * len(examples) for _ in range(2)]
     for i, *both in zip(asked, *asked_scores, strict=True):
         scores[0][i], scores[1][i] = both
     return judged, scores

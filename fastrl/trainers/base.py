@@ -52,6 +52,7 @@ from fastrl.run.transformers_settings import (
 )
 from fastrl.trainers import rehearse
 from fastrl.trainers.driver import Driver, StateLost
+from fastrl.trainers.due import BeforeEvaluation, of_evaluation, prevented
 from fastrl.trainers.finite_steps import FiniteSteps
 from fastrl.trainers.low_memory import (
     BY_DEFAULT,
@@ -415,7 +416,7 @@ class BaseTrainer(OpenTrainer):
             super().log(logs, start_time)
         finally:
             # What was logged is not logged again, whatever fails; an evaluation is done as a whole.
-            if self._run.behind_step and not any(name.startswith("eval_") for name in logs):
+            if self._run.behind_step and not of_evaluation(logs):
                 self._mark()
                 self._mark_evaluation()
         older = len(self.state.log_history) - KEPT_LOGS
@@ -480,8 +481,7 @@ class BaseTrainer(OpenTrainer):
         trainer is run or changed.
 
         Args:
-            prompt_tokens, response_tokens: tokens of the longest prompt and response; ValueError
-                for less than 2 each, and for more than the model's context together.
+            prompt_tokens, response_tokens: tokens of the longest prompt and response.
             passes: the size of passes in the plan; by default that of the settings.
             device: "cpu" or "cuda", for which the memory is counted; by default the trainer's.
 
@@ -759,6 +759,7 @@ class BaseTrainer(OpenTrainer):
 
     def _state(self) -> dict[str, Any]:
         run = self._run
+        before = run.before_evaluation if run.due else None
         # A run that has all its steps leaves its last epoch, often before the epoch's end.
         cut = self.control.should_training_stop and self.state.epoch % 1 != 0
         return {
@@ -774,7 +775,7 @@ class BaseTrainer(OpenTrainer):
             "latest": self.latest_step(),
             "due": run.due,
             "seconds": time.time() - run.begun,
-            "rows": self._rows() if run.due is None else run.rows,
+            "rows": before.rows if before else self._rows(),
             "kept": self.kept,
             "own": self.own_state(),
         }
@@ -818,34 +819,15 @@ class BaseTrainer(OpenTrainer):
         self.state.num_input_tokens_seen = mark["tokens"]
         self.own_rewind(mark["own"])
         if run.behind_step:
-            self._note_due()
+            run.due = prevented(self.control, self.state, run.before_evaluation)
         self.save_checkpoint()
         return self.checkpoints.path(step)
 
     def _rows(self) -> int | None:
-        """The number of rows in the metrics' file; None where there is none."""
         return None if self.run_folder is None else self.run_folder.count_rows()
 
     def _mark_evaluation(self) -> None:
         """Keeps what an evaluation behind the step changes, where one is due."""
         run = self._run
         if run.before_evaluation is not None or self.control.should_evaluate:
-            run.before_evaluation = self.callback_states(), self._rows()
-
-    def _note_due(self) -> None:
-        """Notes what is still to be done behind the step, for a run that is resumed. An evaluation
-        is done again as a whole: what it has logged is dropped, callbacks are as they were before
-        it."""
-        run, control, history = self._run, self.control, self.state.log_history
-        evaluates = run.before_evaluation is not None or control.should_evaluate
-        states, run.rows = run.before_evaluation or ([], self._rows())
-        run.due = {"log": control.should_log, "evaluate": evaluates}
-        for callback, attributes in states:
-            vars(callback).update(attributes)
-        if evaluates:
-            step = self.state.global_step
-            history[:] = [
-                row
-                for row in history
-                if row.get("step") != step or not any(name.startswith("eval_") for name in row)
-            ]
+            run.before_evaluation = BeforeEvaluation(self.callback_states(), self._rows())

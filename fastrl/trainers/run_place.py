@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 from fastrl.run.random_state import random_state, restore_random_state
+from fastrl.trainers.due import BeforeEvaluation
 
 
 @dataclass
@@ -34,9 +35,7 @@ class RunPlace:
     save_is_due: bool = False  # a save waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     behind_step: bool = False  # a step is being logged, evaluated and saved
-    # Behind a step that is to be evaluated: states of callbacks, and rows of the metrics' file.
-    before_evaluation: tuple[list[tuple[Any, dict[str, Any]]], int | None] | None = None
-    rows: int | None = None  # of the metrics' file, that stay beside what is due
+    before_evaluation: BeforeEvaluation | None = None  # of one that is due, or going on
     is_ended: bool = False  # by what was due behind the step that it goes on from
     due: dict[str, bool] | None = None  # what an exception has kept from being done behind a step
     ignored: Any = None  # keys of outputs that evaluations leave out

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from fastrl import cli
+from fastrl import SFTTrainer, cli
 from fastrl.rewards.classifier import ClassifierReward
+from tests.resuming import untimed
 
 COMMANDS = {"sft": ("lm", "reviews.jsonl"), "reward": ("clf1", "pairs.jsonl")}
 
@@ -73,6 +74,36 @@ def test_rows_shorter_than_the_longest_allowed_are_planned(command, folder, tmp_
     said = capsys.readouterr().err
     assert "planned memory: " in said
     assert "no plan" not in said
+
+
+def metrics_of(run):
+    return untimed(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+
+
+@pytest.mark.usefixtures("figures")
+@pytest.mark.filterwarnings("ignore:after RuntimeError the state is saved")
+def test_an_evaluation_that_failed_is_in_the_metrics_once(folder, tmp_path, monkeypatch):
+    flags = {f"{x}-strategy": "epoch" for x in ("eval", "save")} | {"num-train-epochs": 2}
+    runs = [arguments("sft", folder, tmp_path / name, **flags) for name in ("whole", "run")]
+    assert cli.main(runs[0]) == 0
+    evaluate = SFTTrainer.evaluate
+
+    def fails(self, *args, **kwargs):
+        metrics = evaluate(self, *args, **kwargs)  # which are logged
+        if self.state.global_step == 6:
+            raise RuntimeError("no room")
+        return metrics
+
+    monkeypatch.setattr(SFTTrainer, "evaluate", fails)
+    with pytest.raises(RuntimeError, match="no room"):
+        cli.main(runs[1])
+    monkeypatch.setattr(SFTTrainer, "evaluate", evaluate)
+    whole = metrics_of(tmp_path / "whole")
+    assert cli.main([*runs[1], "--resume", "true"]) == 0
+    assert metrics_of(tmp_path / "run") == whole
+    behind_one = tmp_path / "whole" / "checkpoints" / "checkpoint-6"
+    assert cli.main([*runs[0], "--resume", str(behind_one)]) == 0
+    assert metrics_of(tmp_path / "whole") == whole
 
 
 @pytest.mark.parametrize("command", COMMANDS)
