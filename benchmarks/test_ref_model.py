@@ -180,9 +180,9 @@ class Stepping:
 
         def watched(batch: Any, *given: Any) -> Any:
             nonlocal run_again
-            if batch.boundaries is not None:
-                kept["trunk activations"] = storage_bytes(batch.boundaries.stored())
-                run_again = len(batch.boundaries.missing())
+            if batch.tokens.boundaries is not None:
+                kept["trunk activations"] = storage_bytes(batch.tokens.boundaries.stored())
+                run_again = len(batch.tokens.boundaries.missing())
             done: list[Any] = []
             kept["peak"] = footprint(
                 lambda: done.append(update(batch, *given)), lambda _: (), device

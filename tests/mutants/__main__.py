@@ -65,7 +65,9 @@ def _run(mutants: list[Mutant], texts: dict[str, str], args: Any) -> dict[Mutant
         by = f" by {verdict.by}: {verdict.how}" if verdict.how else ""
         print(f"{len(records)} {verdict.status} ({verdict.ran} of {verdict.of}){by}\n  {now}")
         if args.json:
-            args.json.write_text(json.dumps(list(records.values()), indent=1))
+            part = args.json.with_suffix(".part")  # a stop in the middle loses nothing
+            part.write_text(json.dumps(list(records.values()), indent=1))
+            part.replace(args.json)
 
     places = {x: draw.found_again(x, texts) if args.only else x for x in mutants}
     for mutant in (x for x in mutants if places[x] is None):
