@@ -64,9 +64,9 @@ def group_advantage(name: str) -> Callable[[F], F]:
             return rewards - known.nanmedian(-1, keepdim=True).values
 
     The function gets the rewards R of the responses to each prompt, less that of the first one that
-    counts, [groups, size] fp32, 0 where a response does not count; and which count, [groups, size]
-    bool. It returns advantages [groups, size]; those of responses that do not count, and of groups
-    with fewer than two that do, are 0 in their place.
+    counts, [groups, size] fp32, 0 where a response does not count (such as one without a reward);
+    and which count, [groups, size] bool. It returns advantages [groups, size]; those of responses
+    that do not count, and of groups with fewer than two that do, are 0 in their place.
 
     Raises:
         TypeError: used without a name; a function with other parameters.
@@ -127,7 +127,7 @@ def _trial_tokens() -> tuple[Tensor, Tensor]:
 
 
 def try_policy_loss(kind: str, cliprange: tuple[float, float]) -> None:
-    """Computes a user's policy loss of a few tokens, two or three times for each function.
+    """Computes a user's policy loss of a few tokens, once: not again with the same ``cliprange``.
 
     Raises:
         ValueError: a token's loss depends on the others'; all gradients are 0; what
@@ -160,7 +160,7 @@ def _trial(kind: str, function: Callable[..., Any], cliprange: tuple[float, floa
             alone = same(whole[:few], losses(few)[0])
             # A function that draws, or counts its calls, differs from itself.
             alone = alone or not same(whole, losses(count)[0])
-        except RuntimeError:  # such as of tensors on a GPU: the first update raises others
+        except RuntimeError:  # may be of the CPU's tensors alone: else the first update raises it
             return
     if not alone:
         raise ValueError(

@@ -19,7 +19,7 @@ from fastrl.models.probes import narrowed, reach
 from fastrl.models.utils import base_of, evaluating
 from fastrl.run.fingerprint import fingerprint, hash_of
 
-_ROWS = ((5, 3, 6), (4, 7))  # lengths of the texts with which a model is checked, at least
+_ROWS = ((5, 3, 6), (4, 7))  # least lengths of the texts in rows with which a model is checked
 BFD, BFD_SPLIT, WRAPPED = PACKINGS = ("bfd", "bfd_split", "wrapped")
 _TOLERANCE = 1e-4, 5e-2  # allowed differences of logits: in fp32, and in lower precision
 

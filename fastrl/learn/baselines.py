@@ -47,7 +47,7 @@ def compared(
 
     Raises:
         ValueError: a user's function returns no tensor, one of another shape, one with a gradient,
-            or one that is not finite where rewards are.
+            or one not finite where it is not replaced by 0 and the group's rewards are finite.
     """
     advantages = function(groups, counts)
     name = f"the advantage {getattr(function, '__name__', type(function).__name__)}"
@@ -94,7 +94,7 @@ def leave_one_out(rewards: Tensor, counts: Tensor) -> Tensor:
 
 def deviation(x: Tensor, counts: Tensor) -> Tensor:
     """Standard deviation, by n - 1, [..., 1] of the last dimension's n elements that count; 0 for
-    n < 2. The other elements are 0."""
+    n < 2. The other elements of x must be 0."""
     squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)
     return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
 

@@ -83,8 +83,8 @@ def audited(samples: Sequence[int]) -> list[int]:
 
 
 def agrees(largest: float, mean: float, precision: torch.dtype) -> bool:
-    """Whether a rollout's numbers agree with those of another forward, by the largest and the mean
-    difference; NaN does not.
+    """Whether a rollout's numbers agree with those of another forward: in fp32 (and fp64) by their
+    ``largest`` difference, in lower precision by the ``mean`` one; NaN does not agree.
 
     Args:
         precision: the lowest precision in which the model computes.
@@ -95,7 +95,7 @@ def agrees(largest: float, mean: float, precision: torch.dtype) -> bool:
 
 def known_of(rollout: Samples, policy: nn.Module, temperature: float) -> Samples:
     """A rollout's columns that an update of ``policy``, which drew it, reads: log-probs and values
-    become the old ones; where either is unknown, both are None."""
+    (0 without a value head) become the old ones; where either is unknown, both are None."""
     logprobs, values = rollout.logprobs_at(temperature), rollout.values
     if values is None and logprobs is not None and getattr(policy, "v_head", None) is None:
         values = [torch.zeros_like(x) for x in logprobs]  # a policy without a value head
@@ -105,7 +105,7 @@ def known_of(rollout: Samples, policy: nn.Module, temperature: float) -> Samples
 
 
 def _joined(batch: TokenBatch, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Old log-probs and values of all responses, [N], in the order of ``batch.rows()``."""
+    """Old log-probs and values of the N response tokens that count, as in ``batch.rows()``."""
     assert samples.old_logprobs is not None
     assert samples.values is not None
     mask = batch.mask_of_responses()

@@ -34,7 +34,7 @@ class StepRunner:
             step(bucket, span)
 
     def free(self) -> None:
-        """Frees the captured graphs; without any it does nothing."""
+        """Frees the captured graphs; here, where none is captured, it does nothing."""
 
     def another(self) -> StepRunner:
         """A new runner of the same kind, for another KV cache."""

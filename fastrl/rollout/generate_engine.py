@@ -128,7 +128,7 @@ class GenerateEngine:
 
         Args:
             limits: max_new_tokens of each prompt, in place of the keyword.
-            seed: seeds the draws; None takes them from torch's own generator, else unchanged.
+            seed: seeds the draws and leaves torch's own generator as it is; None draws from that.
 
         Raises:
             ValueError: see :meth:`generate`; a bad ``stop``; several beams with a stop other than

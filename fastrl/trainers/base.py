@@ -512,8 +512,6 @@ class BaseTrainer(OpenTrainer):
         return class_and_keywords(args, model)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        # accelerate finds an optimizer's weights by their addresses: before they are spread, those
-        # without memory have none.
         name = "DeepSpeed" if self.is_deepspeed_enabled else optimizer_name(self.args)
         # DeepSpeed has masters of its own; some optimizers step weights in the backward pass.
         keeps_state = self.is_deepspeed_enabled or steps_in_backward(name)
@@ -522,6 +520,8 @@ class BaseTrainer(OpenTrainer):
                 f"offload_optimizer is not for {name}, which keeps its state itself: leave it out "
                 "(DeepSpeed's own file has an offload_optimizer, too)"
             )
+        # accelerate finds an optimizer's weights by their addresses: before weights are spread,
+        # those without memory have none.
         self.prepare_weights()
         self.optimizer = super().create_optimizer(model)
         if not keeps_state:

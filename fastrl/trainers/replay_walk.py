@@ -96,8 +96,8 @@ class Walk(ABC):
         return rows
 
     def is_resampled(self, rows: Sequence[Mapping[str, Any]], size: int) -> bool:
-        """Whether dynamic sampling replaced some of a step's groups of ``size`` samples: the
-        replaced ones cannot be drawn again beside the rest, whose log-probs round differently.
+        """Whether dynamic sampling dropped some of a step's groups of ``size`` samples for others.
+        The ledger lacks those; drawn again without them, the rest has log-probs of other rounding.
 
         Raises:
             ValueError: groups were replaced, and ``model.generate`` drew them.
@@ -141,14 +141,14 @@ class LoopWalk(Walk):
         return self.trainer.state.global_step
 
     def replay(self) -> Replayed:
-        """Resumes from the newest good checkpoint from before the last generation, or begins anew;
+        """Resumes from the newest good checkpoint from before generation ``last``, or begins anew;
         learns from the responses, rewards and log-probs of the ledger; and draws that generation's
         responses. Nothing is written to the run's folder, evaluated or reported; callbacks are
         called.
 
         Raises:
-            ValueError: the ledger lacks a generation between the checkpoint and the last, or the
-                trainer ends before the last.
+            ValueError: the ledger lacks a generation between the checkpoint and ``last``, or the
+                trainer ends before ``last``.
             BadCheckpoint: a checkpoint of another model; a ValueError.
         """
         trainer, checkpoint = self.trainer, self._newest_before()
@@ -175,7 +175,7 @@ class LoopWalk(Walk):
         )
 
     def _newest_before(self) -> Path | None:
-        """The newest good checkpoint from before the last generation; None: there is none."""
+        """The newest good checkpoint from before generation ``last``; None: there is none."""
         of_command, (part, name) = self.folder.checkpoints, self.counted_as
         checkpoints = Checkpoints(of_command if of_command.is_dir() else self.folder.path)
         checkpoint = checkpoints.newest_good()

@@ -17,7 +17,7 @@ from fastrl.trainers.due import BeforeEvaluation
 
 @dataclass
 class RunPlace:
-    """The place of a run in its data and its steps, and what it was resumed from."""
+    """The place of a run in its data and its (optimizer) steps, and what it was resumed from."""
 
     checkpoint: Path | None = None  # that the run was resumed from
     resumed: Mapping[str, Any] | None = None  # what this process saved in that checkpoint
@@ -36,14 +36,14 @@ class RunPlace:
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     behind_step: bool = False  # a step is being logged, evaluated and saved
     before_evaluation: BeforeEvaluation | None = None  # of one that is due, or going on
-    is_ended: bool = False  # by what was due behind the step that it goes on from
+    is_ended: bool = False  # the resumed run, by what was still due behind its checkpoint's step
     due: dict[str, bool] | None = None  # what an exception has kept from being done behind a step
     ignored: Any = None  # keys of outputs that evaluations leave out
     loss: torch.Tensor | None = None  # the sum of losses since the last log, before the next step
-    last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
+    last_step: dict[str, Any] | None = None  # what it left that the next changes before its update
     saving: bool = False  # a checkpoint is being written, or could not be
     alone: bool = False  # the main process saves by itself: the others may have ended
-    forgets: bool = False  # old logs are dropped
+    forgets: bool = False  # old logs were dropped, and a warning said so
 
     def begin_at(
         self, epoch: int, minibatches: int, *, skips: bool, last: int | None = None
@@ -52,7 +52,7 @@ class RunPlace:
 
         Args:
             epoch, minibatches: computed by transformers from the number of steps: wrongly
-                where a stream has ended, or other processes make other batches.
+                where a stream has ended, or another number of processes made the checkpoint.
             skips: whether a run that is resumed passes over the data that it has seen.
             last: the epoch of a run that has all its steps; transformers would do one step more.
         """
