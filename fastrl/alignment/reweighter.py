@@ -18,8 +18,8 @@ class SampleReweighter(Protocol):
     """Sets the weights of a batch, which are 1 by default."""
 
     def __call__(self, batch: Batch, policy: Any) -> None:
-        """Calls ``batch.weigh(i, weights)`` for every generation i, from 1 to
-        ``batch.generations``.
+        """Calls ``batch.weigh(i, weights)`` for i from 1 to ``batch.generations``, with weights [B]
+        of generation i, the i-th responses to the prompts.
 
         Args:
             policy: the model that is trained; ``logprobs(batch)`` of a policy returns, per
@@ -122,8 +122,8 @@ class ByImportance:
     geometric mean of the tokens' ratios, exp((Σ log π_θ - Σ log π_data) / tokens), for a pair over
     both responses' tokens: biased, but with far less variance.
 
-    The log-probs of sampled responses under π_data are ``batch.rollout_logprobs``, at temperature
-    1; those of responses from the data are read from columns.
+    The log-probs of sampled responses under π_data are ``batch.rollout_logprobs``: those at
+    temperature 1, whatever the sampler's is; of responses from the data they are read from columns.
 
     Args:
         cap: the largest weight.

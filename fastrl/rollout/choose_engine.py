@@ -25,7 +25,7 @@ def choose_engine(
     keep_experts: bool = False,
 ) -> RolloutEngine | GenerateEngine:
     """Makes a :class:`RolloutEngine` if its results are those of plain forwards, else, with a
-    warning that says why, a :class:`GenerateEngine` with the same outputs.
+    warning that says why, a :class:`GenerateEngine` that returns the same kinds of outputs.
 
     An encoder–decoder always has :class:`GenerateEngine`, without a warning.
 

@@ -268,7 +268,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 class _Stopping(NamedTuple):
-    """Conditions that end responses besides EOS and length, by their names in ``generate``."""
+    """Conditions that end responses besides EOS and length; all but ``stop`` are generate's."""
 
     stop: Sequence[Sequence[int]] | None = None  # token sequences
     stop_strings: Any = None
@@ -368,7 +368,7 @@ class _RecordedNaN(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         highest = scores.amax(-1)
-        bad = ~((highest > -torch.inf) & (highest < torch.inf))  # the test of sample_tokens
+        bad = ~((highest > -torch.inf) & (highest < torch.inf))  # as in the kernel sample_tokens
         self.at = torch.where(bad & (self.at < 0), input_ids.shape[1] - self.front, self.at)
         return torch.where(bad[:, None], 0.0, scores)
 

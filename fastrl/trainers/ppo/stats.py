@@ -40,9 +40,9 @@ def device_stats(
 ) -> dict[str, Tensor]:
     """Statistics that are computed on the device, log-probs and distributions among them.
 
-    Means are over samples of which a token counts, those of scores [B] over scores that are not
-    NaN, the update's over mini-batches with a finite loss; NaN where there are none. ``kls`` and
-    ``non_score_reward`` are [B, T-1].
+    Means are over samples of which a token counts, that of ``non_score_reward`` over such tokens,
+    those of scores [B] over scores that are not NaN, the update's over mini-batches with a finite
+    loss; NaN where there are none. ``kls`` and ``non_score_reward`` are [B, T-1].
     """
     kl_per_sequence = kls.sum(-1)
     samples = batch.mask.any(-1).sum()
