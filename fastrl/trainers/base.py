@@ -356,7 +356,7 @@ class BaseTrainer(OpenTrainer):
         return settings_of_results(self.args, self.own_settings())
 
     def begin_at(self, epoch: int, minibatches: int, epochs: int) -> tuple[int, int]:
-        # Callbacks that were added or restored since stand before it.
+        # LastToKnow is to stand behind callbacks that were added or restored after it, too.
         self.callback_handler.callbacks.sort(key=lambda x: isinstance(x, LastToKnow))
         over = self.state.global_step >= self.state.max_steps
         skips = not self.args.ignore_data_skip
@@ -400,9 +400,9 @@ class BaseTrainer(OpenTrainer):
         return self._run.is_ended
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs means over the steps that updated the weights, without ``model_preparation_time``,
-        which a resumed run does not measure. The runtime is the sum over the program's starts since
-        the run began."""
+        """Logs losses as means over the steps that updated the weights, and no
+        ``model_preparation_time``, which a resumed run does not measure. The runtime is the sum
+        over the program's starts since the run began."""
         self.finite_steps.correct(logs, self.state.global_step - self.begun_at_step)
         for name in [name for name in logs if name.endswith("model_preparation_time")]:
             del logs[name]
@@ -415,7 +415,7 @@ class BaseTrainer(OpenTrainer):
         try:
             super().log(logs, start_time)
         finally:
-            # What was logged is not logged again, whatever fails; an evaluation is done as a whole.
+            # Whatever fails now, a step's log is not due any more; an evaluation is, as a whole.
             if self._run.behind_step and not of_evaluation(logs):
                 self._mark()
                 self._mark_evaluation()
@@ -781,7 +781,7 @@ class BaseTrainer(OpenTrainer):
         }
 
     def _mark(self) -> None:
-        """Keeps what the next step changes before it updates the weights."""
+        """Keeps, for a next step that fails, what it changes until it updates the weights."""
         run = self._run
         run.between_steps, run.loss = True, self.loss_since_log.clone()
         if not self.saves_when_it_fails:

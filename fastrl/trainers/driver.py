@@ -61,7 +61,7 @@ class Driven(Protocol):
 class Driver:
     """Drives a run: each step is fed, learned, recorded, evaluated and saved, in this order.
 
-    Ctrl-C and SIGTERM wait for a step's end, in all processes; several processes break off their
+    Ctrl-C and SIGTERM wait for a step's end, in all processes; but several processes break off
     sampling, as after an exception. After an exception in a step that has not changed the weights,
     the state before the step is saved; after an exception in what follows a step, such as its
     evaluation, the state after the step. A second Ctrl-C saves nothing.

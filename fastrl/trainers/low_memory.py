@@ -54,7 +54,7 @@ def with_kept_state(optimizer: Any, args: Any, *, spread: bool, says: bool) -> A
         spread: whether FSDP2 spreads the weights.
         says: whether to print that masters are kept by default.
     """
-    # An earlier train() has kept the optimizer, wrapped by accelerate.
+    # In a second train() the optimizer is that of the first, wrapped by accelerate.
     bare = getattr(optimizer, "optimizer", optimizer)
     kept = keep_state(
         bare,

@@ -61,7 +61,7 @@ def _files(name: str) -> dict[str, str]:
 
 
 def _save(folder: Path) -> None:
-    """Saves a GPT-2 of two layers that has learned nothing, with a token per ASCII character."""
+    """Saves an untrained GPT-2 of two layers: a token per printable ASCII character or newline."""
     from tokenizers import Tokenizer, models
     from tokenizers.decoders import Fuse
     from tokenizers.pre_tokenizers import Split

@@ -35,7 +35,7 @@ class PlanJob:
     """What to plan, and for which device.
 
     Raises:
-        ValueError: an unknown method, precision or device; a size out of range; what
+        ValueError: an unknown method, task, precision or device; a size out of range; what
             :func:`check_weights` refuses.
     """
 

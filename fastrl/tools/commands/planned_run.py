@@ -145,7 +145,7 @@ class PlannedRun:
 
     @property
     def _size(self) -> str:
-        """The name of the setting that is the number of samples in a mini-batch."""
+        """The name of the setting that is the number of samples, or pairs, in a mini-batch."""
         if self.job.is_policy_gradient:
             return "mini_batch_size"
         return "per_device_train_batch_size"
@@ -156,12 +156,12 @@ class PlannedRun:
 
     @property
     def _example(self) -> int:
-        """Tokens of what is scored together, at most: a sample, or a pair."""
+        """Tokens of an example, at most: of a sample, or of both texts of a pair."""
         return (1 + self.job.learns_pairs) * self._sample
 
     @property
     def _unsplit(self) -> int:
-        """Tokens that a pass takes together, at least."""
+        """Tokens of the smallest pass: of a sample, or of all that a reward model reads at once."""
         return self._example if self.job.learns_a_reward_model else self._sample
 
     @property
@@ -313,7 +313,7 @@ class PlannedRun:
         return None if getattr(self.flags, name) else self._with(**{name: True})
 
     def _checkpointed(self) -> PlannedRun | None:
-        """The run with activation checkpointing, by each of the flags' names for it, or None."""
+        """The run with activation checkpointing, by each of its flags; None where it is on."""
         if self.flags.gradient_checkpointing:
             return None
         names = ("gradient_checkpointing", "activation_checkpointing")

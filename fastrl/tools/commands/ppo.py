@@ -425,7 +425,7 @@ def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
 
 
 def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Rows to train on, and rows or None to evaluate on; none share a prompt (column "prompt")."""
+    """Rows to train on, and rows or None to evaluate on, of other prompts (column "prompt")."""
 
     def rows_of(source: str) -> Dataset:
         table = load_table(source, job.dataset_split)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_recipes(arguments: Sequence[str]) -> int:
-    """Lists recipes, prints the YAML of one or copies it; returns 0, or raises a ValueError."""
+    """Lists, prints or copies recipes; raises ValueError if a name is unknown or a file exists."""
     parser = make_parser()
     flags = parser.parse_args(list(arguments))
     if flags.name is None:

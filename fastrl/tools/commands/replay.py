@@ -104,7 +104,7 @@ def read_job(folder: RunFolder) -> PPOJob | AlignJob:
     """The job of a run, read from its ``run.json``.
 
     Raises:
-        ValueError: a run of another command or of a program, or of another version of fastrl.
+        ValueError: a run of another command or of a program, or with settings unknown here.
     """
     recorded = folder.config
     command = recorded.get("command")
@@ -130,7 +130,7 @@ def read_settings(folder: RunFolder, step: int) -> PPOConfig:
     Sizes are those of all processes together.
 
     Raises:
-        ValueError: the ledger is of another version of fastrl.
+        ValueError: the ledger has settings that this version of fastrl does not know.
     """
     from fastrl.config import PPOConfig
     from fastrl.trainers.ppo.replay import process_count_of

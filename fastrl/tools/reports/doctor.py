@@ -483,7 +483,7 @@ def _rises(curve: Series) -> bool:
     if len(curve.steps) < 4:
         return False
     start, end = curve.start(), curve.end()
-    # A quarter of one or two steps says little of its spread: that of the whole curve bounds it.
+    # One or two steps say little of their spread: the whole curve's standard error stands in.
     errors = [part.sem if len(part.steps) > 2 else curve.sem for part in (start, end)]
     return end.mean - start.mean > max(2 * math.hypot(*errors), 1e-6 * abs(start.mean))
 

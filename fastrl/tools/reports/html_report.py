@@ -83,7 +83,7 @@ class ReportedRun:
         settings = {"command": config.get("command")}
         for part in ("job", "settings", "code"):
             settings |= config.get(part, {})
-        if settings["command"] == "train":  # PPOConfig's steps count samples, for plans alone
+        if settings["command"] == "train":  # PPOConfig's steps count samples; nothing reads them
             settings.pop("steps", None)
         return {name: value for name, value in settings.items() if name not in _NOT_SETTINGS}
 

@@ -48,8 +48,8 @@ class Generations:
         return self.buffer[self.step % self.steps]
 
     def seed_of(self, what: str, mode: str) -> int:
-        """The seed of the draws named ``what`` in the next generation. It depends neither on the
-        process nor on how many there are."""
+        """The seed of the draws named ``what``, by the number of generations so far. It depends
+        neither on the process nor on how many there are."""
         return seed_at(self.seed, what, mode, self.made[mode])
 
     # Checkpoints.

@@ -31,8 +31,8 @@ def train_loader(
 
 
 def train_sampler(args: Any, data: Any, group: int, uses: int) -> GroupSampler:
-    """The order of a data set's rows: each comes as often as it has responses, and again in each of
-    the steps that learn from these responses."""
+    """The order of a data set's rows: each comes as often as it has responses, and again for each
+    of the ``uses`` batches that are learned from the generation."""
     prompts = args.generation_batch_size // group
     return GroupSampler(data, group, prompts, uses, bool(args.shuffle_dataset), args.seed)
 

@@ -53,10 +53,10 @@ class GRPOTrainer(OverridableTrainer):
         train_dataset, eval_dataset: ``datasets`` with a column ``prompt`` of texts or of chats;
             other columns go to the reward functions. ``eval_dataset`` may be a dict of them.
         processing_class: the tokenizer; by default the one saved with the model.
-        reward_processing_classes: the tokenizers of the classifiers among ``reward_funcs``.
+        reward_processing_classes: tokenizers in the order of ``reward_funcs``, for classifiers.
         callbacks, optimizers: as transformers' Trainer takes them.
         quantization_config: for a model that the trainer loads.
-        peft_config: adds an adapter; the reference is then the model without it.
+        peft_config: adds an adapter; without ``sync_ref_model`` the reference is the base model.
         rollout_func: maps the prompts and this trainer to a dict of ``prompt_ids``,
             ``completion_ids``, ``logprobs`` and further columns for reward functions, in place of
             sampling. If ``logprobs`` is not None, the settings may weight the loss by it, see

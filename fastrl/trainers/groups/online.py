@@ -84,8 +84,8 @@ class OnlineTrainer(BaseTrainer, ABC):
     """transformers' Trainer that samples responses to prompts, has them judged, and learns from
     them.
 
-    A batch of the loader has all prompts of a generation, and the loader repeats it in each step
-    that learns from its responses, as in TRL. Runs are resumed bit for bit.
+    A batch of the loader has all prompts of a generation, and the loader repeats it for each
+    mini-batch of its responses, as in TRL. Runs are resumed bit for bit.
 
     Subclasses turn rewards into advantages, and log-probs into a loss. A subclass that replaces
     sampling, or adds to it, sets its own attributes before ``super().__init__``.
@@ -315,7 +315,7 @@ class OnlineTrainer(BaseTrainer, ABC):
     @property
     def ref_model(self) -> Any:
         """The reference as a separate model; None where there is no KL, or where the reference is
-        the base of the policy's adapter."""
+        the policy with its adapter off, or with another one."""
         return model_of(self._reference, self.accelerator)
 
     @property
@@ -397,7 +397,6 @@ class OnlineTrainer(BaseTrainer, ABC):
         return torch.ones_like(entropies)
 
     def _make_scorer(self, *arguments: Any) -> ResponseScorer:
-        """Makes what scores responses."""
         return ResponseScorer(*arguments)
 
     def responses_to(self, rows: list[dict[str, Any]], mode: str) -> Samples:
@@ -487,8 +486,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         return loss, None, None
 
     def ready_batch(self, batch: Any) -> Any:
-        """The responses to a batch of rows; in training, the part of the latest generation that
-        this step learns from."""
+        """The responses to a batch of rows; in training, the mini-batch of the latest generation
+        that is learned from now."""
         if not isinstance(batch, list):
             return super().ready_batch(batch)
         if not self.model.training:
@@ -603,7 +602,8 @@ class OnlineTrainer(BaseTrainer, ABC):
 
     def _learnable(self, rows: list[dict[str, Any]], mode: str) -> Samples:
         """Responses to the prompts of rows, with their rewards, masks, log-probs and advantages."""
-        data = "train_dataset" if mode == "train" else "eval_dataset"  # streams may name no columns
+        data = "train_dataset" if mode == "train" else "eval_dataset"
+        # Again, by a row's columns: a stream may not have named them at the construction.
         check_reserved(rows[0], data, reserved_of(self._interaction.environments is not None))
         group = self.num_generations if mode == "train" else self.num_generations_eval
         with modes_kept(self.model):  # users' functions may change them

@@ -40,9 +40,9 @@ def replay(trainer: OnlineTrainer, output: str | Path, generation: int) -> Repla
         generation: the generation's number, from 1.
 
     Raises:
-        ValueError: the ledger lacks this generation, or one between it and the checkpoint;
-            responses that the policy did not write, or that cannot be drawn again after dynamic
-            sampling; a trainer with other settings, or of several processes.
+        ValueError: the ledger lacks this generation, or one between it and the checkpoint that is
+            resumed; responses that the policy did not write, or that cannot be drawn again after
+            dynamic sampling; a trainer with other settings, or of several processes.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
     return _GenerationWalk(trainer, output, generation).replay()

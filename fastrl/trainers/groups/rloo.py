@@ -24,9 +24,9 @@ class RLOOTrainer(OverridableTrainer):
     reward of a prompt's other responses as baseline (Ahmadian et al., "Back to basics", 2024), by
     the names, arguments and logs of TRL 1.x.
 
-    R' = clip(R) - beta·Σ_t (log π_old - log π_ref); A is R' less the mean R' of the other responses
-    to the prompt. The loss is the mean over responses of -min(ρ·A, clip(ρ, 1 - ε, 1 + ε_high)·A),
-    ρ = Π_t π(y_t)/π_old(y_t). Arguments are those of
+    R' = clip(R, *reward_clip_range) - beta·Σ_t (log π_old - log π_ref); A is R' less the mean R' of
+    the prompt's other responses. The loss is the mean over responses of -min(ρ·A, clip(ρ, 1 - ε,
+    1 + ε_high)·A), ρ = Π_t π(y_t)/π_old(y_t). Arguments are those of
     :class:`fastrl.trainers.groups.grpo.GRPOTrainer`, with a :class:`RLOOConfig`.
     """
 

@@ -44,7 +44,7 @@ class DPOTrainer(PreferenceTrainer):
         peft_config: adds an adapter to the model.
 
     Attributes:
-        ref_model: the reference as a separate model, or None.
+        ref_model: the reference as a separate model; None where the policy serves as it.
 
     Raises:
         ValueError: data that cannot be used, settings that do not go together.

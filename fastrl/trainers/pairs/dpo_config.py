@@ -153,7 +153,7 @@ class DPOConfig(PreferenceConfig):
 
     def objective(self, loss_type: str) -> tuple[PairObjective, dict[str, Any]]:
         """The row of a loss, and its options from these settings. A user's loss, which has defaults
-        itself, gets ``beta`` and ``label_smoothing`` only where these differ from DPOConfig's."""
+        itself, gets ``beta`` and ``label_smoothing`` only where they are not at their defaults."""
         row, fixed = DPO_LOSSES[loss_type]
         options: dict[str, Any] = {"beta": self.beta, "label_smoothing": self.label_smoothing}
         if row.is_own:

@@ -197,8 +197,8 @@ class PreferenceTrainer(SupervisedTrainer):
 
     @property
     def ref_model(self) -> Any:
-        """The reference as a separate model; None where it is the policy's base, or the policy
-        computes the reference's log-probs before training."""
+        """The reference as a separate model; None where it is the policy with its adapter off, or
+        with another one, or where the policy has computed its log-probs before training."""
         return model_of(self._reference, self.accelerator)
 
     # Data.
@@ -354,7 +354,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return model(**{name: inputs[name] for name in names}, use_cache=False)
 
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The mean loss with the load-balancing loss, times ``share``; the examples' losses [B]."""
+        """The mean loss and load-balancing loss, times :attr:`share`; the examples' losses, [B]."""
         training = self.model.training
         losses, scored, parts = self.losses(model, inputs)
         loss = losses.mean()
