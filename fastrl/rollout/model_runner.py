@@ -92,7 +92,7 @@ class ModelRunner:
             self._cache = SlotCache()  # the old one's attention holds the KV cache
 
     def copies(self) -> list[Tensor]:
-        """Copies of weights, which stay between rollouts."""
+        """The casts of weights for autocast, which stay between rollouts."""
         return self.autocast_weights.stored()
 
     def free(self) -> None:
@@ -285,11 +285,11 @@ _PRODUCTS = (nn.Linear, Conv1D)
 
 class AutocastWeightCache:
     """Casts of the fp32 weights and biases of a model's matrix products, at fixed addresses, made
-    once per rollout instead of once per step.
+    once per rollout instead of once per decode step.
 
-    Autocast would cast them for every product, or cache them where a captured step must not read
-    them. Other weights, such as an embedding that is tied to the head, stay as they are: results
-    are those of autocast, bit by bit.
+    Autocast would cast them for every product, or cache them where a captured decode step must not
+    read them. Other weights, such as an embedding that is tied to the head, stay as they are:
+    results are those of autocast, bit by bit.
     """
 
     def __init__(self) -> None:
@@ -300,7 +300,7 @@ class AutocastWeightCache:
         """Context in which products use casts of the present weights, if autocast is on.
 
         Args:
-            together: lists of layers whose casts lie one behind the other; each layer is in one.
+            together: lists of layers whose casts lie one behind the other; no layer is in two.
         """
         kind = next(model.parameters()).device.type
         if not torch.is_autocast_enabled(kind):

@@ -1,4 +1,4 @@
-"""The rollout engine in a plan of memory: it rehearses a call's room, prefill and a decode step."""
+"""The rollout engine in a plan of memory: rehearses a call's KV cache, prefill and decode step."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class _Running:
 
 
 def bucket_sizes(slots: int) -> list[int]:
-    """Numbers of rows that a decode step may have: 1, 2, 3, 4, 6, 8, 12, 16, …"""
+    """Numbers of rows that a decode step may have: 1, 2, 3, 4, 6, 8, 12, 16, … and ``slots``."""
     sizes = {slots}
     for power in range(slots.bit_length()):
         sizes |= {1 << power, 3 << power}
@@ -54,7 +54,7 @@ class Scheduler:
     a prefill takes, since a prefill costs about the same whatever it holds.
 
     Args:
-        keeps_prompts: whether slots keep what a prompt left there.
+        keeps_prompts: whether slots keep what a prompt left; else each sample's prompt is run.
         patience: decode steps of all slots that a prefill is worth; 0: no prompt waits.
     """
 

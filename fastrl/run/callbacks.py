@@ -78,12 +78,12 @@ Samples = ShownSamples  # its earlier name, which users' callbacks may import
 
 @dataclass(repr=False)
 class TrainResult:
-    """The result of ``train``: a dict of numbers for each of the latest 10,000 steps, and every
-    evaluation; evaluations between the first and the last have no samples, which would take more
-    memory than weights in a long run. ``metrics.jsonl`` in the run's folder has all steps.
+    """The result of a call of ``train``: a dict of numbers for each of its latest 10,000 steps, and
+    every evaluation, of which those between the first and the last have no samples: they would take
+    more memory than weights in a long run. ``metrics.jsonl`` in the run's folder has all steps.
 
     Attributes:
-        forgotten_steps: the number of steps before the latest 10,000.
+        forgotten_steps: the number of the call's steps before the latest 10,000.
         dropped_prompts, dropped_eval_prompts: how many prompts ``long_prompts="drop"`` left out.
         seconds: the time that the run has taken, before it was resumed, too.
     """

@@ -245,7 +245,7 @@ def names_a_folder(resume: Any) -> bool:
 def _candidates(
     resume: bool | str | Path, checkpoints: Checkpoints, kind: Kind
 ) -> tuple[list[Path], bool]:
-    """Checkpoints to resume from, the best first, and whether a single one was asked for."""
+    """Checkpoints to resume from, the newest first, and whether a single one was asked for."""
     named = names_a_folder(resume)
     if named:
         path = Path(str(resume))

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3, which is refused with a configuration of FSDP2 that does the same."""
+"""Refuses DeepSpeed's ZeRO-3, and shows a configuration of FSDP2 that does the same."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _exchange(new: Path, old: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder; if that is interrupted, nothing is left under its name."""
+    """Removes a folder; an interruption leaves all or nothing of it under its name."""
     gone = path.with_name(f".removed-{path.name}")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)

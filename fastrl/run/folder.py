@@ -115,10 +115,10 @@ class RunFolder:
             overwrite: the folder may hold a run; :meth:`begin` leaves its model and logs alone.
 
         Raises:
-            ValueError: an empty name; a file; a run without ``resume`` or ``overwrite``, or both;
-                files that are not a run's; with ``resume`` the run of another command.
+            ValueError: ``resume`` and ``overwrite``; an empty name; a file; a run, with neither of
+                them; files that are not a run's; with ``resume`` the run of another command.
             PermissionError: a folder that cannot be written to.
-            FolderInUse: an OSError: another process writes to it.
+            FolderInUse: an OSError: another run writes to it.
             KeyboardInterrupt: raised in the block; it gets a message that says how to resume.
         """
         if resume and overwrite:

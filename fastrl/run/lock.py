@@ -35,7 +35,7 @@ class FolderLock:
         return self._file is not None
 
     def acquire(self) -> None:
-        """Takes the lock; raises FolderInUse, naming the process, where another holds it."""
+        """Takes the lock; raises FolderInUse, naming the process, where another object has it."""
         while not self.held:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:

@@ -478,7 +478,7 @@ def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantised_from(inner: Any) -> str:
-    """The dtype of weights before their quantisation to four bits; the new weights depend on it."""
+    """The dtype of weights before their quantisation to four bits, whose result depends on it."""
     states = (getattr(getattr(m, "weight", None), "quant_state", None) for m in inner.modules())
     dtype = next((state.dtype for state in states if state is not None), "float32")
     return str(dtype).removeprefix("torch.")

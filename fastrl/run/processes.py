@@ -226,7 +226,7 @@ class SeveralProcesses(Processes):
     def one_first(self) -> Iterator[None]:
         first = self.accelerator.is_local_main_process
         if not first:
-            self.any(False)  # waits for the others
+            self.any(False)  # waits until the first ones have done the work
         try:
             yield
         finally:

@@ -48,8 +48,8 @@ def stop_at_a_steps_end() -> Iterator[None]:
     """Context in which Ctrl-C and SIGTERM only make :func:`asked` true; a second Ctrl-C interrupts
     at once. A signal that the process was started to ignore, as a shell has background jobs ignore
     Ctrl-C, stays ignored, and one that the program handles itself is left to it. At the end
-    handlers are restored, and a signal acts that raised no :class:`Stopped`. The context has no
-    effect outside the main thread, which alone gets signals, nor within another such context.
+    handlers are restored, and a signal that came acts if the block raised nothing. The context has
+    no effect outside the main thread, which alone gets signals, nor within another such context.
 
     Raises:
         KeyboardInterrupt, Terminated: the block raised :class:`Stopped`, after Ctrl-C or SIGTERM.

@@ -55,13 +55,13 @@ class OpenTrainer(transformers.Trainer):
 
     _at: StepsOfEpoch
 
-    # The loop's steps that no callback is called for.
+    # What transformers' loop does without calling a callback.
 
     def _init_training_state(
         self, max_steps: Any, num_update_steps_per_epoch: Any, num_train_epochs: Any, *rest: Any
     ) -> tuple[int, int]:
         # transformers computes the place at which a run resumes, a local variable, from the number
-        # of steps: wrongly where a stream has ended, or another number of processes saved it.
+        # of steps: wrongly where a stream has ended, or another number of processes saved the run.
         lengths = max_steps, num_update_steps_per_epoch, num_train_epochs
         return self.begin_at(*super()._init_training_state(*lengths, *rest), num_train_epochs)
 
@@ -83,7 +83,7 @@ class OpenTrainer(transformers.Trainer):
         return super()._prepare_inputs(batch)
 
     def loader(self, data: Any, size: int, sampler: Any, *, training: bool = False) -> DataLoader:
-        """A loader of data, for training or else for evaluation by the settings.
+        """A loader of data, for training or else for evaluation, with the settings' workers.
 
         Args:
             size: rows per batch.
@@ -264,7 +264,7 @@ class OpenTrainer(transformers.Trainer):
         return self.control.should_epoch_stop or self.control.should_training_stop
 
     def ends_as_it_begins(self) -> bool:
-        """Whether what was due behind the step that a run goes on from ends the run."""
+        """Whether the logging or evaluation that a checkpoint lacked has ended the resumed run."""
         return False
 
     def callback_states(self) -> list[tuple[Any, dict[str, Any]]]:
@@ -348,7 +348,7 @@ class OpenTrainer(transformers.Trainer):
         self._push_from_checkpoint(str(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # transformers loads no shards of weights, and no value heads.
+        # transformers loads no weights of a file per process, and no value heads.
         self.load_weights(Path(resume_from_checkpoint))
 
     def load_weights(self, checkpoint: Path) -> None:
@@ -366,7 +366,7 @@ class OpenTrainer(transformers.Trainer):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # transformers loads no shards of moments, and no moments of another kind of optimizer.
+        # transformers loads no moments of a file per process, or of another kind of optimizer.
         if checkpoint is not None:
             self.load_optimizer(Path(checkpoint))
 

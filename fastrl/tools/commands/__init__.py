@@ -2,8 +2,8 @@
 
 # By command: its module, the dataclasses of its flags, and a function that takes their instances.
 # Where there are no dataclasses the function takes the words of the command line: commands on runs
-# have no settings, and the settings of a plan depend on its method. The functions raise UsageError,
-# FileNotFoundError or ValueError, which the program prints as one line.
+# have no settings, and the settings of a plan depend on its method. The functions raise ValueError
+# (UsageError), TypeError, OSError or ImportError, which the program prints as one line.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "new": ("tools.commands.new", (), "run_new"),
     "demo": ("tools.demo.experiment", ("Demo",), "run_demo"),
