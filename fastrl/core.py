@@ -158,7 +158,7 @@ def stack_dicts(stats_dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
 
 
 def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors as NumPy arrays (bf16 as fp32), scalars as floats."""
+    """Tensors as NumPy arrays (bf16 as fp32), numbers as floats; the rest as it is."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -198,7 +198,7 @@ class LengthSampler:
 
 
 class PPODecorators:
-    """``empty_device_cache`` frees cached memory after a block, with ``optimize_device_cache``."""
+    """``empty_device_cache`` frees cached memory after a block, if ``optimize_device_cache``."""
 
     optimize_device_cache = False
 
@@ -218,13 +218,13 @@ def randn_tensor(
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
 ) -> Tensor:
-    """Normal random numbers; a list of generators has one for each batch element.
+    """Normal random numbers; each generator of a list draws a batch element, a single one all.
 
     A CPU generator samples on the CPU and the result is moved to ``device``, so that a seed gives
     the same numbers on every device.
 
     Raises:
-        ValueError: a device generator for a CPU tensor, or not one generator per element.
+        ValueError: a generator neither on the CPU nor on ``device``, or too few or many of them.
     """
     target = torch.device(device or "cpu")
     generators = generator if isinstance(generator, list) else [generator]

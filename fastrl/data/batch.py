@@ -156,7 +156,7 @@ class DecoderOnlyBatches(BatchMaker):
 class EncoderDecoderBatches(BatchMaker):
     """Batches for an encoder–decoder: queries for the encoder, responses for the decoder.
 
-    Both are padded on the right, whatever the tokenizer's side: no position depends on the padding.
+    Both are padded on the right, whatever the tokenizer's side, so that padding moves no token.
     """
 
     def model_inputs(
@@ -310,7 +310,7 @@ def check_token_lists(
 
 
 def check_batch_size(queries: Any, responses: Any, batch_size: int) -> None:
-    """Raises ValueError for anything but lists of ``batch_size`` elements."""
+    """Raises ValueError for anything but lists of ``batch_size`` tensors."""
     for name, tensors in (("queries", queries), ("responses", responses)):
         _check_list_of_tensors(name, tensors)
         if len(tensors) != batch_size:
@@ -339,7 +339,7 @@ def check_scores(
 
     Raises:
         ValueError: not ``batch_size`` tensors of one number each, nor of one number for each token;
-            some of both; a score of a token that does not count; names the element.
+            some of both; a score other than 0 of a token that does not count; names the element.
     """
     _check_list_of_tensors("scores", scores)
     if len(scores) != batch_size:

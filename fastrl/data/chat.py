@@ -120,7 +120,7 @@ def is_blank(prompt: TextOrMessages) -> bool:
 
 
 def is_whole(prompt: TextOrMessages) -> bool:
-    """Whether a prompt is chat messages that do not begin with the assistant's answer."""
+    """Whether something is chat messages that begin with a prompt, not the assistant's answer."""
     return bool(prompt) and not isinstance(prompt, str) and prompt[0]["role"] != "assistant"
 
 
@@ -302,7 +302,7 @@ def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise ValueError(f"column 'tools' of row {i} is not valid JSON: {error}") from error
-    else:  # a JSON text has the keys that were written
+    else:  # unlike in a JSON text, the table may have added keys here
         tools = without_nulls(tools)
     if not isinstance(tools, list | None) or not isinstance(others, Mapping):
         raise ValueError(
@@ -320,11 +320,11 @@ def templates_of(
     common: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Mapping[str, Any]]:
     """Further arguments of the chat template for each prompt: the ``common`` ones, and those of
-    :func:`template_arguments` for its row, whose errors are raised. Those of a text are not read.
+    :func:`template_arguments` for its row, whose errors are raised. A text's row is not read.
 
     Args:
         columns: the data set's columns, of which only :data:`TEMPLATE_COLUMNS` are read.
-        rows: the numbers of the prompts' rows, for messages.
+        rows: the numbers of the prompts' rows, for errors.
     """
     by_column = {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
     if not by_column:
@@ -541,7 +541,7 @@ def prompt_text(
     """A prompt as one text; a chat is written by the template, up to where the answer begins.
 
     Args:
-        name: the prompt's name, for messages.
+        name: the prompt's name, for errors.
         template: further arguments of the chat template.
         plain: require that messages hold texts, not all blank, and do not end with the assistant's.
 

@@ -69,8 +69,8 @@ def runs_packed(
     anywhere: Callable[[bool], bool] = bool,
     stacklevel: int = 2,
 ) -> bool:
-    """Whether all models run packed batches, in all processes. A warning says why one does not, and
-    another one where padding changes a model's results. ``asked`` is ``padding_free`` of
+    """Whether all models run packed batches, in all processes. Warnings say why a model does not,
+    and, where batches are padded, whose results this changes. ``asked`` is ``padding_free`` of
     :func:`choose_padding`; see there, and :func:`why_not_packed`, for the other arguments.
     """
     models, some_padded = list(models), not asked

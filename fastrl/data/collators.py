@@ -25,7 +25,7 @@ _SHOWN = 40  # tokens of a text in a warning
 class DataCollatorForCompletionOnlyLM:
     """Finds the tokens of a text to learn: those behind its last response template; or, with an
     instruction template, those behind every response template up to the next instruction. In a text
-    without a template nothing is learned, and a warning says so.
+    that lacks one of the templates nothing is learned, and a warning says so.
 
     Templates are found as tokens. If the tokenizer joins a template's ends with the text around it,
     pass the template's token ids as they are inside a text. EOS is learned like any other token,
@@ -205,7 +205,8 @@ class RewardDataCollatorWithPadding:
         the rows have it: [B] fp32, or [B, 1] if they hold lists of one number.
 
         Raises:
-            ValueError: a row lacks one of the columns, or the margin that others have.
+            ValueError: a row lacks one of these columns, and ``chosen_ids`` or ``rejected_ids``,
+                which can replace them; or the margin that others have.
         """
         features = [_with_masks(row) if {*ID_COLUMNS} <= row.keys() else row for row in features]
         margins = any("margin" in row for row in features)

@@ -65,7 +65,7 @@ def check_reserved(
     """Checks that no column has the name of another argument of reward functions.
 
     Args:
-        of: what has the columns, for messages.
+        of: what has the columns, for errors.
         reserved: names of what reward functions get by keyword, which a column would replace.
 
     Raises:

@@ -48,11 +48,11 @@ class DatasLoader(Sequence[Example]):
 
     Prompts and responses are texts, or chat messages, which the tokenizer's chat template writes
     with the columns ``tools`` and ``chat_template_kwargs``. The prompt may also be inside the
-    responses: messages, or chosen and rejected, may be conversations; chosen and rejected may be
+    responses: if chat messages, these may be whole conversations; chosen and rejected may be
     texts of the form "\\n\\nHuman: …\\n\\nAssistant: …", whose prompt is what both have up to their
     last common "\\n\\nAssistant:".
 
-    All texts are checked here: examples with an empty response or with equal sides are left out,
+    The constructor checks all texts: examples with an empty response or equal sides are left out,
     and counted in a warning. The others are tokenised when they are read; sides that become equal
     by a length limit stay.
 
@@ -130,7 +130,7 @@ class DatasLoader(Sequence[Example]):
 
     def limited(self, max_length: int, of_prompt: int | None = None) -> DatasLoader:
         """The same examples, where a prompt with a response has at most ``max_length`` tokens, and
-        a prompt at most ``of_prompt``; raises ValueError if :class:`Encoder` refuses both."""
+        a prompt at most ``of_prompt``; raises ValueError if :class:`Encoder` refuses the limits."""
         old = self.encoder
         longest = min(max_length, old.max_length or max_length)
         prompt = min((x for x in (of_prompt, old.max_prompt_length) if x is not None), default=None)

@@ -130,14 +130,14 @@ class Encoder:
             return self
         other = copy.copy(self)
         object.__setattr__(other, "template", {**self.template, **template})
-        object.__setattr__(other, "_base", self)  # the base caches what the tokenizer shows
+        object.__setattr__(other, "_base", self)  # caches what depends on the tokenizer alone
         return other
 
     def joined(
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True
     ) -> tuple[list[int], int]:
         """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 if the
-        prompt is blank, where the answer is read as a whole text or conversation."""
+        prompt is blank, where both are read as one text, or the answer as a conversation."""
         if not prompt or (isinstance(prompt, str) and is_blank(prompt)):
             both = isinstance(prompt, str) and isinstance(answer, str)
             ids, _ = self.alone(prompt + answer if both else answer)  # type: ignore[operator]
@@ -209,7 +209,7 @@ class Encoder:
         return begin, next((i for i in range(begin, len(added)) if added[i]), len(added))
 
     def _opening(self, ids: Sequence[int]) -> int:
-        """Counts the special tokens at a text's beginning that the tokenizer puts there."""
+        """Counts the first of a text's ``ids`` that the tokenizer puts in front of all texts."""
         front = self._front
         if front and list(ids[: len(front)]) == front:
             return len(front)
@@ -244,7 +244,7 @@ class Encoder:
         tokenizer puts in front, unless they begin with BOS; chats are as the template writes them.
 
         Args:
-            name_of: the name of a prompt by its index, for messages.
+            name_of: the name of a prompt by its index, for errors.
             templates: each prompt's arguments of the chat template; by default the encoder's.
             closed: add the special tokens at the end, too, for models whose encoder reads prompts.
             plain: see :func:`fastrl.data.chat.prompt_text`, whose errors are raised.
@@ -426,7 +426,7 @@ def encode_prompt(
     special tokens that the tokenizer puts in front; a chat is as its template writes it.
 
     Args:
-        name: the prompt's name, for messages.
+        name: the prompt's name, for errors.
         closed: add the special tokens at the end, too, for models whose encoder reads prompts.
     """
     (text,), (ids,) = Encoder(tokenizer).prompts([prompt], lambda _: name, closed=closed)

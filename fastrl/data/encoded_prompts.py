@@ -77,7 +77,7 @@ def encode_prompts(
     inputs, if the tokenizer is fast and its template writes no date; other processes read it.
 
     Args:
-        name_of: names a prompt by its index, for messages.
+        name_of: names a prompt by its index, for errors.
         templates: further arguments of the chat template for each prompt; none by default.
         closed: add the special tokens at the end, too, which encoders read.
 

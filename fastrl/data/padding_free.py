@@ -160,7 +160,7 @@ def _read(row: Tensor, places: np.ndarray, padding: int | None) -> int:
 
 
 def right_padded(attention_mask: Tensor) -> list[int] | None:
-    """Lengths of the rows of a batch that is padded on the right; None if it is not."""
+    """Lengths of the rows of a batch padded on the right; None if it is not, or a row is empty."""
     mask = attention_mask.cpu()
     lengths = mask.sum(-1)
     real = torch.arange(mask.shape[1]) < lengths[:, None]

@@ -127,8 +127,7 @@ def _warn_of_equal_sides(dataset: Any) -> None:
 
 
 def _warn_of_no_prompt(row: Mapping[str, Any]) -> None:
-    """Warns where texts begin with nothing in common: a column that is not read may be the
-    prompt."""
+    """Warns where texts begin with nothing in common: a column not read may be the prompt."""
     others = [name for name, x in row.items() if name not in PAIR and isinstance(x, str)]
     if others and isinstance(row["chosen"], str) and not split_prompt(row)["prompt"]:
         warnings.warn(
@@ -214,8 +213,8 @@ def completions_of(batch: Mapping[str, Any], packed: bool = False, prefix: str =
 
     Args:
         batch: ``input_ids``, ``attention_mask`` and ``completion_mask`` [B, T].
-        packed: run the batch without padding, and shared prompts once, unless a row has padding
-            in front or tokens behind its completion, as a user's collator may make it.
+        packed: run the batch without padding, and shared prompts once, unless a row lacks a
+            completion, or has, from a user's collator, padding in front or tokens behind that.
         prefix: what the three columns' names in the batch begin with.
     """
     names = ("input_ids", "attention_mask", "completion_mask")

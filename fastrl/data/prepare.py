@@ -329,7 +329,7 @@ def prepare_pairs(
             share a ``prompt``, with ``tools`` and ``chat_template_kwargs`` for the chat template;
             or with ``chosen_ids`` and ``rejected_ids``, or the token columns of
             :class:`RewardDataCollatorWithPadding`, whose lengths are not checked. A stream
-            (``IterableDataset``) is prepared as it is read, and counts nothing.
+            (``IterableDataset``) is prepared as it is read, and no warning counts its pairs.
         add_eos: see :class:`Encoder`.
 
     Raises:
@@ -362,7 +362,7 @@ def prepare_pairs(
             prompt, answers = read_row(row, number, roles, PAIRS, alone=True)
             templated = encoder.with_template(template_arguments(row, number))
             return {
-                # An empty side stays empty, whatever its prompt: it is dropped.
+                # An empty side stays empty, whatever its prompt: the pair is dropped.
                 name: templated.joined(prompt, answer)[0] if answer else []
                 for name, answer in zip(ID_COLUMNS, answers, strict=True)
             }
@@ -402,8 +402,8 @@ def _pair_columns(dataset: Any) -> list[str]:
 
 
 def missing_token_columns(dataset: Any) -> list[str]:
-    """The columns that the collator needs and a tokenised data set lacks; [] for a data set with
-    texts."""
+    """The columns that :class:`RewardDataCollatorWithPadding` needs and a tokenised data set lacks;
+    [] for a data set with texts."""
     columns = set(_pair_columns(dataset))
     if columns >= set(ID_COLUMNS):
         return []

@@ -100,7 +100,7 @@ def ids_of_prompts(
 
     Args:
         templates: further arguments of the chat template for each prompt.
-        names: the prompts' names, for messages; by default "prompt" and their index.
+        names: the prompts' names, for errors; by default "prompt" and their index.
         longest: longer prompts keep BOS and their last tokens.
 
     Raises:

@@ -34,7 +34,7 @@ class Prompts:
     Attributes:
         samples: a sample for each prompt, without a response. A prompt that was passed as token ids
             also has their text; ``prompt_rows`` are rows of a data set, or indices in a list.
-        name_of: returns the name of a row's prompt, for messages.
+        name_of: returns the name of a row's prompt, for errors and warnings.
     """
 
     samples: Samples
@@ -117,7 +117,7 @@ class Prompts:
 
         Args:
             column: None: the first of ``prompt``, ``query`` and ``input_ids`` that there is.
-            of: what messages put before "the dataset", such as "eval_prompts's ".
+            of: what errors put before "the dataset", such as "eval_prompts's ".
             closed: see :meth:`from_list`.
 
         Raises:

@@ -52,7 +52,7 @@ def packed(texts: Any, room: int, strategy: str) -> Any:
 
     Args:
         texts: a data set or a stream with ``input_ids`` and ``labels``. A stream is packed in
-            groups of 1000 texts, a data set only with "wrapped".
+            groups of 1000 texts, and so is a data set with "wrapped".
         room: tokens in a row.
         strategy: "bfd" (best fit, the longest text first), "bfd_split" (the same, with texts that
             are longer than a row cut into pieces), or "wrapped" (all texts one after the other, cut

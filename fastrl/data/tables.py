@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PROMPT = "prompt"
 _NEW = "__new__"  # a column until it is renamed
-ROW = "__row__"  # a column with the number of a row in its file, for messages
+ROW = "__row__"  # a column with the number of a row in its file, for errors and warnings
 LONG_PROMPTS = ("refuse", "drop")  # how to treat prompts longer than a model's context
 USUAL_COLUMNS = (PROMPT, "query", "text")
 MOST_HELD_OUT = 256  # examples, by default
@@ -172,7 +172,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def map_options(dataset: Any, num_proc: int | None, desc: str | None = None) -> dict[str, Any]:
-    """Arguments of a data set's ``map`` and ``filter``; none for a stream, which lacks them."""
+    """Arguments of a data set's ``map`` and ``filter``; none for a stream's, which lack them."""
     options = {"num_proc": num_proc, **({} if desc is None else {"desc": desc})}
     return {} if is_stream(dataset) else options
 
@@ -226,8 +226,8 @@ def columns_of(rows: Any) -> list[str]:
 
 
 def numbered(table: Dataset) -> Dataset:
-    """The table with each row's number in its file, for messages once rows are shuffled or split; a
-    table that has these numbers stays as it is."""
+    """The table with each row's number in its file, which errors name once rows are shuffled or
+    split; a table that has these numbers stays as it is."""
     if ROW in table.column_names:
         return table
     return table.add_column(ROW, list(range(len(table))))
@@ -314,7 +314,7 @@ def take_prompts(
 
 
 def _with_column(table: Dataset, name: str, values: list[Any]) -> Dataset:
-    """The table with these values as its last column, in the place of one of that name."""
+    """The table with these values as its last column; another one of that name is dropped."""
     from fastrl.data.written import column_of
 
     # The column is added before others go: a table without columns has no rows.

@@ -221,8 +221,8 @@ class TokenBatch:
         return list(groups.values())
 
     def parts(self, samples: Sequence[int], limit: PassLimit) -> list[list[int]]:
-        """Lists of samples that share a forward pass, in ascending order; samples of a prompt share
-        a pass as far as they fit."""
+        """Lists of samples that share a forward pass, each in ascending order; samples of a prompt
+        share a pass as far as they fit."""
 
         def fits(part: list[int]) -> bool:
             most = limit.tokens

@@ -39,7 +39,7 @@ def apply_chat_template(
             or its newer name.
         tools: an argument of the template, as are further ones and those in the row's column
             ``chat_template_kwargs``. Of ``tools``, column and messages the template gets no keys
-            that are None: tables fill these in for keys that only other rows have.
+            that are None, but ``content``: tables add such keys where only other rows have them.
 
     Raises:
         TypeError: no tokenizer.
@@ -109,7 +109,7 @@ def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
     all rejected ones.
 
     Args:
-        dataset: a Dataset, an IterableDataset, or a dict of either kind.
+        dataset: a Dataset, an IterableDataset, or a DatasetDict or IterableDatasetDict.
         map_kwargs: further arguments of the data set's ``map``.
     """
     return dataset.map(_unpaired, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs)
@@ -145,7 +145,7 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd") -> Any:
-    """Packs rows of ``input_ids`` into rows of ``seq_length`` tokens, see :func:`packed`."""
+    """Packs ``input_ids`` and ``labels`` in rows of ``seq_length`` tokens, see :func:`packed`."""
     return packed(dataset, seq_length, strategy)
 
 
@@ -210,7 +210,7 @@ class ConstantLengthDataset(IterableDataset):
         return len(self.dataset)
 
     def rows(self) -> Any:
-        """The rows as a data set of ``datasets``; a stream if they are endless, or texts are."""
+        """The rows as a set of ``datasets``; a stream if ``infinite``, or if ``dataset`` is one."""
         import datasets
 
         if self.infinite or not hasattr(type(self.dataset), "__len__"):

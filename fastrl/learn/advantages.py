@@ -27,7 +27,7 @@ class Advantages(Protocol):
         """Values (zero where masked), advantages and returns, each [B, T-1]."""
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
-        """Statistics, [] each, of a batch's scores [B], NaN where one is missing."""
+        """Statistics, [] each, of a batch's scores [B], which are NaN where they are missing."""
 
 
 def check_estimates(

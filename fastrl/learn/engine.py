@@ -53,7 +53,7 @@ class Engine:
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """Context of one forward and backward pass; processes exchange gradients in the last one.
+        """Context of a forward and backward; in a step's ``last`` one processes exchange gradients.
 
         accelerate's own ``accumulate()`` counts mini-batches, wrongly after an exception and where
         a step has fewer of them.

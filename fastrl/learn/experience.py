@@ -104,8 +104,8 @@ class Experience:
         return replace(self, **some)
 
     def select(self, chosen: Sequence[int]) -> Experience:
-        """Returns the samples at some places, in their order, without padding that none of them
-        needs; columns of tokens are [N]."""
+        """Returns the samples at the places ``chosen``, in that order, without padding that none
+        of them needs; columns of tokens must be [N]."""
         counts = np.count_nonzero(self.tokens.response_mask.numpy(), axis=-1)
         ends, device = counts.cumsum(), self.advantages.device
         places = np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in chosen])

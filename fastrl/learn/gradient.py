@@ -173,7 +173,7 @@ class GradientStep:
     def _gradient(
         self, minibatches: Sequence[Experience], experience: Tensor | None = None
     ) -> Gradient:
-        """Adds up all mini-batches' gradient, from none, in parts that fit into memory."""
+        """Adds all mini-batches' gradient to empty ``grad``, in parts that fit into memory."""
         largest = max((minibatch.size for minibatch in minibatches), default=1)
         tokens = self.rules.micro_batch_tokens
         for attempt in self.micro_batches(largest, self.engine.discard):
