@@ -37,7 +37,7 @@ class NonFiniteNumbers:
     """Raises or goes on where numbers are not finite; they are not learned from in either case.
 
     "raise" names the samples in an error. "skip" and "zero-sample" leave out samples whose scores,
-    log-probs, values or rewards are not finite, and name them in a warning, once for each kind.
+    log-probs, values or rewards are not finite; one warning names those of scores, one the others.
     Where a loss or gradient is not finite, "skip" leaves out its mini-batch or optimizer step;
     "zero-sample" only the samples that make it so.
 
@@ -59,7 +59,7 @@ class NonFiniteNumbers:
         self._warned: set[str] = set()
 
     def samples(self, which: Sequence[int], name: Callable[[int], str]) -> None:
-        """Handles samples of a rollout that ended in NaN logits; ``name`` names a prompt.
+        """Handles samples, by index, that ended in NaN logits; ``name`` names a sample's prompt.
 
         Raises:
             FloatingPointError: with "raise".
@@ -101,7 +101,7 @@ class NonFiniteNumbers:
         self._warned.add("scores")
 
     def experience(self, batch: TokenBatch, scored: Experience, rewards: Tensor) -> list[int]:
-        """Indices of samples with log-probs, values or rewards that are not finite.
+        """Where a number is not finite: indices of samples with such log-probs, values or rewards.
 
         Args:
             rewards: [B, T-1], before they are whitened.
@@ -201,7 +201,7 @@ def samples_left_out(
     """Indices of samples that ended in NaN logits, whose continuation is not known.
 
     Raises:
-        FloatingPointError: one did, and ``nonfinite`` raises; or all did, of the only process.
+        FloatingPointError: one did, and ``nonfinite`` raises; or all did, and there is one process.
     """
     which = [i for i, reason in enumerate(rollout.finish_reasons) if reason == "nan"]
     if processes.count == 1:  # other processes may have samples left

@@ -3,8 +3,8 @@
     L = Σ_t v_t·(u_t·ℓ_t + β·KL_t - c·H_t) / D
 
 ℓ_t is a row of :data:`fastrl_kernels.POLICY_LOSSES`, a function of the ratio ρ_t = π/π_old; u_t is
-its weight: 1 or 0 for tokens that are chosen or not, times the importance weight of another
-sampler. H_t is the entropy. v_t and D are the aggregate's, see :mod:`fastrl.learn.aggregate`.
+its weight: 1 or 0 for chosen tokens and others, times another sampler's importance weight. H_t is
+the entropy; in a :class:`Pass` its part is -c·mean_t H_t. v_t, D: :mod:`fastrl.learn.aggregate`.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class TokenLoss:
         """D of a batch of responses.
 
         Args:
-            generated: the mean number of tokens of the batches that were generated together.
+            generated: the mean tokens of the batches generated together; it is D with ``per_step``.
         """
         if self.per_step:
             return max(generated, 1e-9)

@@ -29,7 +29,7 @@ _OF_TOKENS = ("logprobs", "values", "logits")  # fields of TokenScores
 
 class Scorer:
     """Runs policy and reference over a batch, without gradients, some samples at a time; both are
-    softmax(logits / temperature). Where memory runs out, half as many are run at a time.
+    softmax(logits / temperature). Where memory runs out, a lone process runs half as many samples.
 
     Each of several processes runs its share of the batch, in as many passes as the others, and
     returns the scores of the whole batch.

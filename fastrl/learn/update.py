@@ -150,7 +150,7 @@ class Update:
     """Minimises the loss over a batch's experience, in several epochs.
 
     The model stays in evaluation mode: dropout would make the ratio differ from 1 where nothing
-    changed. Samples without response tokens are not run. :class:`GradientStep` says which
+    changed. Samples of which no token counts are not run. :class:`GradientStep` says which
     mini-batches and steps are left out.
 
     An exception leaves no gradient behind, and the order of the samples as it was before the call;
@@ -244,5 +244,5 @@ class Update:
 
     @property
     def steps_begun(self) -> int:
-        """The sum of the optimizer steps of policy and critic."""
+        """How many optimizer steps of policy and critic have begun, added up."""
         return sum(learner.gradient.engine.steps for learner in self.learners)

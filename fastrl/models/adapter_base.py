@@ -89,9 +89,9 @@ def settle_adapters(model: Any) -> None:
 
     Raises:
         ValueError: a classifier's head is new, and its adapter does not save it; embedding and head
-            were resized, and the adapter saves one of them; a LoRA adapter that is to stay tied;
-            trained tokens of a head with a bias; embedding and head have to be apart, and the model
-            cannot be saved so.
+            were resized, and the adapter saves one of them, or have LoRA with
+            ``ensure_weight_tying``; trained tokens of a head with a bias; embedding and head have
+            to be apart, and the model cannot be saved so.
     """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         _settle_task(model)

@@ -137,7 +137,7 @@ def attached(model: nn.Module) -> AbstractContextManager[None]:
     swaps: list[tuple[Any, str, Any]] = []
     configs: dict[int, Any] = {}
     homes = set()
-    for module in model.modules():  # one walk: a tiny model's forward takes little longer
+    for module in model.modules():  # one walk: beside a tiny model's forward a walk is slow
         attributes = vars(module)
         homes.add(type(module).__module__)
         if attributes.get(_TEMPERED):

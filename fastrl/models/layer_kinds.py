@@ -20,8 +20,8 @@ class LayerKind(NamedTuple):
     """A kind of layers.
 
     Attributes:
-        called: a function that the forwards of this kind's modules call, and those of no kind
-            listed before.
+        called: a function that the forwards of this kind's modules call; of a module that calls
+            several kinds' functions the first kind counts.
         keeps: what a slot of a rollout keeps of such a layer.
         packed: how texts are kept apart in a row, and how responses continue from their prompt.
         models: families that have it.

@@ -90,7 +90,7 @@ def load_language_model(
     """Loads a language model; where the path holds an adapter, a PEFT model on its base.
 
     Where FSDP2 gets all weights from process 0 (``--fsdp_cpu_ram_efficient_loading true``), other
-    processes load none of a model without an adapter: its weights are on the meta device there.
+    processes have a whole model's on the meta device, unless ``options`` exceed ``_OF_EMPTY``.
 
     Args:
         loader: transformers' class for the model's kind, which has ``from_pretrained``.
@@ -171,8 +171,8 @@ def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
     an adapter on its base.
 
     Args:
-        options: keywords of ``from_pretrained``. ``dtype`` is the checkpoint's unless given; the
-            base of an adapter is float32, as the adapter's weights are: in the bfloat16 in which
+        options: keywords of ``from_pretrained``. Unless given, ``dtype`` is the checkpoint's, but
+            of an adapter's base float32, as the adapter's weights are: in the bfloat16 in which
             most bases are saved its scores would not be those that it was trained to.
 
     Raises:

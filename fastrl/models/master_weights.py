@@ -29,14 +29,14 @@ class MasterWeights(torch.optim.Optimizer):
 
         m ← step of the inner optimizer from m along float32(∇w),  w ← round(m)
 
-    m is exact, so that steps below half the spacing of w add up until w moves, as when training
+    m is float32: steps below half the spacing of w add up until w moves, as when training
     in float32. That takes 4 bytes more for each weight; moments are float32. Weights that are
     float32 are stepped themselves, unless ``on_host``.
 
     The parameter groups are the inner optimizer's own, with the model's weights: schedules,
     gradient scalers and accelerate see those. Masters are made at the first step, and are saved in
     ``state_dict`` beside a weight's moments, as ``master_weight``. Where weights were written since
-    the last step (by ``load_state_dict``, say), their masters follow.
+    the last step (by the model's ``load_state_dict``, say), their masters follow.
 
     Args:
         inner: steps the masters; its hooks and ``zero_grad`` are this optimizer's.

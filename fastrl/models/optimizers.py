@@ -40,7 +40,7 @@ _OF_GROUPS: dict[str, dict[str, Any]] = {
 _BETAS = ("beta1", "beta2", "beta3")  # names in optim_args of the parts of betas
 # Arguments of optimizers that optim_args may not set, and what to do instead.
 _SAID_BY = {
-    "weight_decay": "set weight_decay",
+    "weight_decay": "set weight_decay",  # where that is a setting
     "lr": "set learning_rate",
     "betas": "name beta1 and beta2",
     "optim_bits": "optim's name says that",
@@ -73,13 +73,13 @@ def check_optimizer(
 
     Args:
         name: one of transformers' ``OptimizerNames``, or "adam".
-        optimizer: a user's optimizer, which excludes a name and arguments.
+        optimizer: a user's optimizer, which excludes arguments and another name than "adam".
         arguments: the setting ``optim_args``.
         decay_is_a_setting: whether ``weight_decay`` is a setting, as in transformers'
             TrainingArguments, and no part of ``arguments``.
 
     Raises:
-        ValueError: a name or arguments beside ``optimizer``; wrong ``arguments`` for the optimizer.
+        ValueError: what ``optimizer`` excludes; wrong ``arguments`` for the optimizer.
         ImportError: the optimizer's package is not installed; says how to install it.
     """
     if optimizer is not None and name != "adam":
@@ -116,7 +116,7 @@ def optimizer_name(settings: Any) -> str:
 def class_and_keywords(settings: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
     """The class of an optimizer and its keyword arguments, as transformers' Trainer makes them of
     its arguments, but with ``optim_args`` read as :func:`make_optimizer` does: transformers ignores
-    them for some optimizers, and passes some on as texts. It reads GaLore's, APOLLO's and LOMO's.
+    them for some optimizers, passes some on as texts, and reads those of GaLore, APOLLO and LOMO.
 
     Args:
         settings: ``transformers.TrainingArguments``.

@@ -224,7 +224,7 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Variant) -> Tensor:
     softcap, dropout, sinks = variant.softcap, variant.dropout, variant.sinks
-    q, k, v = map(without_gaps, (q, k, v))  # the parts of a head are apart in memory
+    q, k, v = map(without_gaps, (q, k, v))  # other heads lie between the rows of one in memory
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=variant.scale)
     scores = q @ k.transpose(-1, -2) * (variant.scale or q.shape[-1] ** -0.5)
@@ -326,7 +326,7 @@ class _Blocks(torch.autograd.Function):
                 whole += part
         dsinks = None
         if sinks is not None:
-            # The gradient by the log of a factor of out, which a sink lowers by its probability.
+            # The gradient by log f, f a factor of out: log f has the slope -P(sink) by a sink.
             by_factor = (_single(grad) * _single(attention.out)).sum(-1)
             dsinks = -((sinks - attention.lse).exp() * by_factor).sum(0).to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None

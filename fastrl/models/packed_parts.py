@@ -31,7 +31,7 @@ class LongerRow:
         source[where] = torch.arange(self.tokens)
         self.where, self.source = to_device(where, device), to_device(source, device)
 
-    # Both methods copy by places: to add is slow on CPUs, and in an order that varies on GPUs.
+    # Both methods copy by places: indexing's backward adds, slowly on CPUs, in any order on GPUs.
 
     def spread(self, x: Tensor) -> Tensor:
         """The longer row [size, ...] of tokens [n, ...]."""

@@ -51,8 +51,8 @@ def trained_below(peft_model: Any) -> dict[str, nn.Parameter]:
 
 
 class SwitchedAdapter(RefModel):
-    """The policy itself, with its adapter off or replaced while it acts as reference. The base's
-    weights that are trained beside the adapter are meanwhile what they were as training began."""
+    """The policy itself, its adapter off or replaced while it acts as reference, and the base's
+    weights that are trained beside it as training began, or as :meth:`follow` has moved them."""
 
     mode = "adapter"
 
@@ -102,7 +102,7 @@ class SwitchedAdapter(RefModel):
 
 
 class AdapterOffRefModel(SwitchedAdapter):
-    """The policy with its adapter off, which is its base model; there are no further weights."""
+    """The policy with its adapter off, which is its base model; there is no second adapter."""
 
     @contextlib.contextmanager
     def _switched(self) -> Iterator[None]:

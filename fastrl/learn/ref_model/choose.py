@@ -50,7 +50,7 @@ def create_reference_model(
 ) -> Model:
     """A frozen copy of ``model``, in evaluation mode. The copy of a model with an adapter shares
     all weights that are not trained: the KL is measured against the adapter as it is now. A trainer
-    with ``ref_model=None`` takes the base without the adapter instead, and copies no weights.
+    with ``ref_model=None`` takes the base instead, or copies the adapter (``reference_adapter``).
 
     Args:
         model: a policy, or a plain transformers model.
@@ -167,8 +167,8 @@ def _check_base_kept(peft_model: Any) -> None:
 def _copied(
     ref_model: PreTrainedModelWrapper | None, policy: PreTrainedModelWrapper, dtype: str
 ) -> PreTrainedModelWrapper:
-    """The user's reference, or a copy of the policy, in a dtype; a model of the user's stays as it
-    is."""
+    """The user's reference, itself if it has the dtype, else a copy in it; without one, a copy of
+    the policy in it."""
     model = in_dtype(ref_model or policy, dtype)
     return frozen_copy(policy) if model is policy else model
 
