@@ -66,7 +66,7 @@ _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 _NO_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 # Environment variables of all processes but the main one.
 _QUIET = {**_NO_BARS, "TRANSFORMERS_VERBOSITY": "error"}
-# Further errors that are printed so, by their names: torch, say, may not be imported.
+# Further errors that are printed as one line, by their names: torch, say, may not be imported.
 _ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "PeerFailed")
 
 

@@ -31,8 +31,8 @@ class Batch(dict[str, Any]):
         pad_token_id: fills up rows of token ids; None: 0 does.
 
     Attributes:
-        rollout_logprobs: log-probs of the responses' tokens when they were sampled, a list of B
-            tensors per generation; None for responses from the data.
+        rollout_logprobs: the engine's log-probs of the responses' tokens at temperature 1, a list
+            of B tensors per generation; None where it gave none, and for responses from the data.
         rollout: what the engine returned, the responses to a prompt one after the other; None for
             responses from the data.
         scores: the annotator's scores of the responses, B numbers per generation; None where it

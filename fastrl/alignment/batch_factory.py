@@ -29,8 +29,9 @@ class BatchFactory:
     alone: the policy generates the responses, and an annotator judges them.
 
     ``for batch in factory`` yields the batches of ``epochs`` epochs, or of ``examples`` samples.
-    Every epoch has another seeded order. An offline factory starts anew with each loop, and its
-    last batch may be smaller; an online one continues through its prompts, epoch after epoch.
+    Every epoch has another seeded order. An offline factory starts anew with each loop, and each
+    epoch's last batch (with ``examples``, the loop's) may be smaller; an online one continues
+    through its prompts, epoch after epoch.
 
     Args:
         task: a name in ``fastrl.alignment.TASKS``.
@@ -159,7 +160,7 @@ class BatchFactory:
         return self.take(len(self))
 
     def take(self, count: int) -> Iterator[Batch]:
-        """Yields the next ``count`` batches; fewer where an offline one has made its ``examples``.
+        """Yields the next ``count`` batches; an offline factory no more than its ``examples`` make.
 
         Raises:
             ValueError: an online task without an engine.
@@ -191,8 +192,8 @@ class BatchFactory:
         return _pieces(range(len(self.data)), self._step)
 
     def own(self, chunk: Sequence[int]) -> range:
-        """The places of this process's examples in ``chunk``, a batch of all processes; none where
-        the last chunk has fewer examples than there are processes."""
+        """The places of this process's examples in ``chunk``, a batch of all processes; there may
+        be none where the last chunk has fewer examples than there are processes."""
         return range(len(chunk))[self.rank :: self.world]
 
     def share_of(self, chunk: Sequence[int]) -> Batch:
@@ -210,7 +211,7 @@ class BatchFactory:
         """Makes a batch of the task from examples; online, with responses that are sampled now.
 
         Args:
-            ids: the examples' numbers, which with the seed determine the draws; None: 0, 1, 2, ….
+            ids: the examples' numbers, which key a RolloutEngine's draws; None: 0, 1, 2, ….
 
         Raises:
             ValueError: an online task without an engine.

@@ -92,7 +92,7 @@ class OnlineEvaluation:
 
     @property
     def _scores(self) -> bool:
-        """Whether the annotator scores responses, or compares two by scores."""
+        """Whether the annotator has scores, of each response or of the two that it compares."""
         return self.factory.task.generations == 1 or hasattr(self.factory.annotator, "last_scores")
 
     def _judge(self) -> list[tuple[int, str, str, float, bool]]:

@@ -44,8 +44,7 @@ from fastrl.trainers.supervised import load_if_path
 
 class RewardLearner:
     """Prepares, saves and loads a sequence classifier with one label, and shows it to the loss, as
-    :class:`PolicyLearner` does; there is no reference model.
-    """
+    :class:`PolicyLearner` does; there is no reference model."""
 
     def __init__(self, args: AlignmentConfig, loss: Loss, tokenizer: Any):
         self.args, self.loss, self.tokenizer = args, loss, tokenizer
@@ -122,8 +121,7 @@ class RewardLearner:
 
 class PolicyLearner:
     """Prepares, saves and loads a causal language model, with a value head if the loss trains one,
-    and shows it and its reference model to the loss.
-    """
+    and shows it and its reference model to the loss."""
 
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):
         self.args, self.loss, self.task, self.tokenizer = args, loss, task, tokenizer
@@ -234,7 +232,7 @@ class PolicyLearner:
             self._scored_reference = CachedReference(score, self._tokens)
 
     def modules(self) -> tuple[nn.Module | None, ...]:
-        """The models that a step runs."""
+        """The models that training runs."""
         return self._model, self.reference.model
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
@@ -260,9 +258,9 @@ class PolicyLearner:
             self._scored_reference.close()
 
     def reference_identity(self) -> str:
-        """The reference's mode and a checksum of its weights before training, or "none"."""
+        """The reference's mode and checksum of weights before training; "none" without one."""
         if self._identity is None:
-            # Cached log-probs of a model without an adapter are those of the policy as it begins.
+            # Without an adapter, cached log-probs are those of the policy as training begins.
             start = self._cached and not self._model.is_peft_model
             weights = dict(self._model.named_parameters()) if start else {}
             weights = {**weights, **self.reference.own_weights()}

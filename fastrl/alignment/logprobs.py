@@ -205,7 +205,7 @@ class RewardModel:
 
     def rewards(self, batch: Batch) -> tuple[Tensor, ...]:
         """The rewards of each generation, [B] fp32; raises ValueError where the sequences of a
-        sample have more tokens than ``most``."""
+        sample have more tokens than ``most``, counted as padded where they are padded."""
         prompts = batch.prompts() * batch.generations
         sequences = [torch.cat(x) for x in zip(prompts, batch.all_responses(), strict=True)]
         size, generations = batch.size, batch.generations

@@ -40,7 +40,7 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
 
 
 class _BatchWalk(LoopWalk):
-    """A walk that answers for a factory's sampler and annotator, from the ledger."""
+    """A walk that answers in the place of a factory's sampler and annotator, from the ledger."""
 
     counted_as = ("batches", "taken")
 

@@ -44,15 +44,15 @@ class ResponseSampler:
         sequences follow the examples' order.
 
         Args:
-            seed: seeds the draws; None: the seed of ``params`` does, or one from torch's generator.
-            ids: the examples' numbers, which with the seed determine the draws.
+            seed: seeds the draws; None: the seed of ``params`` does, or else torch's generator.
+            ids: the examples' numbers, which with the seed key a RolloutEngine's draws.
         """
         prompts = [torch.tensor(example.prompt_ids) for example in examples]
         params = replace(self.params, n=n)
         if seed is not None:
             params = replace(params, seed=seed)
         if self.process and params.seed is not None and isinstance(self.engine, GenerateEngine):
-            params = replace(params, seed=params.seed ^ self.process)  # the engine ignores ids
+            params = replace(params, seed=params.seed ^ self.process)  # ids do not key its draws
         output = self.engine.generate(prompts, params, ids)
         self.stats = output.stats
         responses = [

@@ -80,7 +80,7 @@ class Trainer(BaseTrainer):
         reweighter: sets the samples' weights, see :mod:`fastrl.alignment.reweighter`; None leaves
             them at 1.
         ref_model: the reference model, a causal language model of transformers, a wrapped one
-            (:class:`fastrl.CausalLMPolicy`), or its path; by default the policy as training begins.
+            (:class:`fastrl.CausalLMPolicy`), or its path; None: ``args.reference`` says which.
         peft_config: puts an adapter on the model.
         callbacks, optimizers: as in transformers.
 
@@ -354,7 +354,8 @@ class Trainer(BaseTrainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs ``logs`` with the metrics' means since the last log, and the completions' table."""
+        """Logs ``logs``, where it has a loss with the metrics' means since the last such log, and
+        the table of completions."""
         if "loss" in logs:
             logs |= taken(self._metrics["train"], self.processes)
         super().log(logs, start_time)
@@ -392,7 +393,7 @@ class Trainer(BaseTrainer):
         weights = weights_of([batch.total for batch in batches])
         for batch, weight in zip(batches, weights, strict=False):  # no weights for equal sizes
             batch.weight_in_step = weight
-        self.run_place().note_draws()  # restore_draws() keeps what these batches drew
+        self.run_place().note_draws()  # else restore_draws() would undo what these batches drew
         return batches, items
 
     @property
@@ -405,7 +406,7 @@ class Trainer(BaseTrainer):
         return len(self.factory) // self._epochs * self.loss.minibatches_per_batch
 
     def at_rest(self) -> bool:
-        """Whether the trainer is between two batches, whose mini-batches are not saved."""
+        """Whether the trainer is between two batches: checkpoints save no batch's mini-batches."""
         return self._place.left == 0 or self._stop_batch
 
     def identity(self) -> dict[str, Any]:
@@ -417,7 +418,7 @@ class Trainer(BaseTrainer):
         }
 
     def samples_of_all(self) -> tuple[int, str]:
-        # KTO, PPO and reweighters look at one batch as a whole, also where a step has several.
+        # KTO, PPO and reweighters look at one batch, also where an optimizer step has several.
         return self.factory.batch_size * self.factory.world, "batch_size × processes"
 
     def own_settings(self) -> dict[str, Any]:
@@ -566,7 +567,7 @@ class Trainer(BaseTrainer):
             self.processing_class.save_pretrained(str(folder))
 
     def push_checkpoint(self, folder: Path) -> None:
-        head = folder / HEAD_NAME  # transformers sends the files that it knows
+        head = folder / HEAD_NAME  # not among the files that transformers copies to output_dir
         if head.exists() and self.args.should_save:
             shutil.copy(head, str(self.args.output_dir))
         super().push_checkpoint(folder)
@@ -608,7 +609,7 @@ def _is_users(x: Any) -> bool:
 def _refuse_sizes(
     args: AlignmentConfig, factory: BatchFactory, eval_factory: BatchFactory | None
 ) -> None:
-    """Raises ValueError for a size in ``args`` that differs from the factories'."""
+    """Raises ValueError for a size in ``args`` that is neither its default nor the factories'."""
     held_out = factory if eval_factory is None else eval_factory
     for name, ours, theirs in (
         ("num_train_epochs", factory.epochs, "BatchFactory(epochs=)"),

@@ -185,7 +185,7 @@ def warn_of_other_code(recorded: Sequence[Mapping[str, Any]], code: Mapping[str,
     """Warns of users' functions that have changed since the run's updates.
 
     Args:
-        recorded: facts of the ledger's files.
+        recorded: the ledger's facts, see :func:`fastrl.run.ledger.read_facts`.
         code: the functions' hashes now, see :func:`fastrl.collect.ledger.note_settings`.
     """
     changed = {

@@ -16,7 +16,7 @@ from fastrl.run.terminal import plain, run_console
 
 _TEXTS = {"prompt": 2, "completion": 4}  # the columns of texts, and their shares of a line
 _LINES = 6  # about how many lines the longest text in the table has
-_NAME, _LONGEST = 9, 20  # characters of a column of numbers: of its name at least, and at most
+_NAME, _LONGEST = 9, 20  # widths of columns of numbers: the least for a long name, and the most
 
 
 def _as_column(values: Iterable[Any]) -> list[Any]:

@@ -171,7 +171,7 @@ class Environments:
 
 
 def _with(prompt: Sequence[dict[str, Any]], observation: Any, kind: str) -> list[dict[str, Any]]:
-    """Returns a prompt with what ``reset`` returned behind its last message."""
+    """Returns a prompt with what ``reset`` returned added to its last message."""
     last = dict(prompt[-1])
     content = last.get("content")
     content = "" if content is None else content
@@ -188,7 +188,7 @@ def _with(prompt: Sequence[dict[str, Any]], observation: Any, kind: str) -> list
 
 
 def _reward_of(kind: type) -> Callable[..., Any]:
-    """Makes the reward function of a class of environments; it returns None for other responses."""
+    """Makes the reward function of a class of environments: None for a response in another."""
     method: Callable[..., Any] = kind.get_reward  # type: ignore[attr-defined]
 
     def places_of_kind(environments: Sequence[Any]) -> list[int]:

@@ -64,7 +64,7 @@ class Interaction:
         """If there are tools or environments, warns of a column ``tools``, and checks the prompts.
 
         Raises:
-            ValueError: a prompt that is no chat; names it.
+            ValueError: a prompt that is no chat; the message names it.
         """
         if self:
             warn_of_schemas(prompts.samples.columns)

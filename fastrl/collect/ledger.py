@@ -14,8 +14,8 @@ from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 from fastrl.samples import Samples
 
-CODE = "code"  # a fact: hashes of users' functions, by their names
-NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
+CODE = "code"  # in ``Ledger.facts``: hashes of users' functions, by their names
+NOT_JSON = "generation_kwargs that are not JSON"  # in ``Ledger.facts``: these arguments' names
 
 
 class GenerationLedger:

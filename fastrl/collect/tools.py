@@ -217,7 +217,7 @@ class ToolLoop:
         Args:
             prompts: chats.
             boxes: the tools of each prompt, in place of a column ``tools``.
-            templates: further arguments of the chat template, by prompt; by default the chat's.
+            templates: each prompt's further arguments of the chat template; by default ``chat``'s.
 
         Raises:
             ValueError: a prompt that is no chat; a tool's result with blocks that are no texts.
@@ -312,7 +312,7 @@ def _call(box: Toolbox, call: Mapping[str, Any]) -> Any:
     """Runs a tool, and returns its result, or the coroutine of an ``async def``.
 
     Raises:
-        ValueError: a call of another type, no tool of that name, or arguments that are no dict.
+        ValueError: a type other than "function", no tool of the name, arguments that are no dict.
     """
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if call["type"] != "function":

@@ -33,8 +33,8 @@ class TRLRollouts:
 
     Prompts, settings of sampling and tokens that end a response are the trainer's, and log-probs
     are log softmax(logits / T) of the tokens at its temperature T. The responses to a prompt share
-    its prefill. Draws depend on the trainer's seed, its step and the sample: a resumed run draws
-    what it would have drawn.
+    its prefill. Draws depend on the trainer's seed, its optimizer step and the sample: a resumed
+    run draws what it would have drawn.
 
     Args:
         slots: responses that are generated at a time, at most.
@@ -55,7 +55,7 @@ class TRLRollouts:
         self._processes: Processes | None = None
         self._engine: RolloutEngine | None = None
         self._room: dict[str, int] | None = None  # the KV cache's size, as in the trainer's state
-        self._calls: Counter[tuple[str, int]] = Counter()  # calls at the latest step alone
+        self._calls: Counter[tuple[str, int]] = Counter()  # of the latest optimizer step alone
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Returns a response to each prompt, as TRL 1.16 calls its ``rollout_func``.

@@ -117,7 +117,7 @@ class KTO(Loss):
 
     @torch.no_grad()
     def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
-        """The mean r of mismatched pairs, [], which may be negative; 0 for losses without a KL."""
+        """The mean of log π - log ref over mismatched pairs, [], of either sign; 0 without a KL."""
         if not self.row.has_kl or batch.total == 1:  # an epoch's last batch may have one prompt
             return torch.zeros((), device=policy.tokens.device)
         other = batch.mismatched()

@@ -42,9 +42,9 @@ class PPO(Loss):
     Policy and reference score a batch once; the advantages are generalised advantage estimates,
     whitened. Then the policy is trained on the batch ``epochs`` times, in mini-batches. A sample's
     weight multiplies the loss of its tokens. A mini-batch whose loss is not finite or whose mean
-    ratio is too large is left out of its step. This is the update of :class:`fastrl.PPOTrainer`,
-    which has more options. Batches and mini-batches are over all processes; each process computes
-    its share of them.
+    ratio is too large is left out of its optimizer step. This is the update of
+    :class:`fastrl.PPOTrainer`, which has more options. Batches and mini-batches are over all
+    processes; each process computes its share of them.
 
     Args:
         epochs: how often the policy is trained on each batch.

@@ -176,7 +176,7 @@ class PPOv2Trainer:
 
     @property
     def model(self) -> Any:
-        """The policy, as transformers knows it."""
+        """The policy without wrappers, a model of transformers or PEFT."""
         return self.ppo.accelerator.unwrap_model(self.ppo.model).pretrained_model
 
     def add_callback(self, callback: Any) -> None:
@@ -234,8 +234,8 @@ class PPOv2Trainer:
         query_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float]:
-        """Returns the reward model's score of each prompt with its response. A response that ended
-        has EOS behind it or not, as the model records that it was trained."""
+        """Returns the reward model's score of each prompt with its response. Where the model has a
+        record of its training, a response that ended gets or loses its EOS by that."""
         model, size = self.reward_model, self.args.local_rollout_forward_batch_size
         pairs = zip(query_ids, map(self._as_trained, completion_ids), strict=True)
         rows = [torch.tensor([*query, *response]) for query, response in pairs]

@@ -84,7 +84,7 @@ def _compute_advantages(
     values, rewards = values * mask, rewards * mask
     if config.whiten_rewards:
         rewards = _whiten(rewards, mask, shift_mean=False)
-    # Without the mask: TRL's recurrence runs over masked steps, as values of 0.
+    # Without the mask: TRL's recurrence runs over masked tokens, as values of 0.
     advantages, returns = fastrl_kernels.gae(rewards, values, gamma=config.gamma, lam=config.lam)
     dtype = torch.result_type(values, rewards)
     return values, _whiten(advantages, mask, shift_mean=True).to(dtype), returns.to(dtype)

@@ -75,8 +75,8 @@ def _covers_head(
     logit_scale: float,
 ) -> bool:
     """Whether our op takes a head. It takes no sharded head, which has to be gathered anew for
-    backward, as TRL's function does, and none in another dtype than the hidden states, of which it
-    would keep a converted copy; under autocast dtypes may differ."""
+    backward, as TRL's function does, and outside of autocast none in another dtype than the hidden
+    states: it raises there."""
     one_dtype = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
     numbers = (temperature, logit_scale, 1.0 if softcap is None else softcap)
     return (
@@ -98,7 +98,7 @@ def _covers(
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype of TRL's results: fp32 from its own kernels, elsewhere the logits' dtype."""
+    """The dtype of TRL's results: fp32 from its GPU kernels, elsewhere that of log_softmax."""
     return torch.float32 if logits.device.type in ("cuda", "xpu") else softmax_dtype(logits)
 
 
