@@ -104,8 +104,8 @@ def overridden(trainer: type) -> frozenset[str]:
 
 
 def check_overrides(trainer: type) -> None:
-    """Raises TypeError for a method of a program's that training does not call; says what to use in
-    its place."""
+    """Raises TypeError where a program's class has a method of TRL's that training does not call;
+    says what to use in its place."""
     methods = overridden(trainer)
     for name, instead in not_called(trainer).items():
         if name in methods:

@@ -55,8 +55,8 @@ def rewards_of_padded(
 ) -> Tensor:
     """A classifier's rewards of texts, [B, labels], on whichever side their batch is padded.
 
-    Classifiers know a text's end by the id of its padding, or take the first or last place for it,
-    and many count positions from the first place, so that padding must be where they expect it.
+    A classifier reads a text at its last token, which it finds by the id of padding, or at a row's
+    first or last place; many count positions from the first. Padding must be where they expect it.
 
     Args:
         inputs: ``input_ids`` and ``attention_mask``, [B, T], and others of that shape.

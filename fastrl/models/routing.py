@@ -59,7 +59,7 @@ def _is_router(module: Any) -> bool:
 
 
 def refuse_dense(model: nn.Module, router_aux_loss_coef: float) -> None:
-    """Raises ValueError for a coefficient of the routers' loss where a model has no routers."""
+    """Raises ValueError where a model has no routers, and their loss a coefficient not 0."""
     if router_aux_loss_coef and not routers(model):
         raise ValueError(
             f"router_aux_loss_coef={router_aux_loss_coef:g}, but {type(model).__name__} is no "
@@ -72,7 +72,7 @@ def follow_routers(model: nn.Module, router_aux_loss_coef: float = 0.0) -> int:
     routers, 0 if they cannot be followed.
 
     Raises:
-        ValueError: there is a coefficient of their loss, and they cannot be followed.
+        ValueError: the coefficient of their loss is not 0, and they cannot be followed.
     """
     routers_of_model, cause = routers(model), why_not_followed(model)
     if cause is not None:
@@ -135,8 +135,7 @@ def replays(model: nn.Module, asked: bool) -> bool:
 
 
 def refuse_beside(**others: Any) -> None:
-    """Raises ValueError where one of ``others`` is set beside ``replay_routing``: settings whose
-    responses are not the engine's own."""
+    """Raises ValueError where one of ``others`` is set: ``replay_routing`` goes with none."""
     conflicting = [name for name, x in others.items() if x]
     if conflicting:
         raise ValueError(
@@ -241,7 +240,7 @@ class Routing:
             places: the places of the sequences' tokens in the forward's, [Σ n]; a token may be of
                 several sequences.
             lengths: the number of tokens n of each sequence.
-            experts: each sequence's choices [≤ n, L, k]; None: not known.
+            experts: the choices [≤ n, L, k] of each sequence's first tokens; None: not known.
             input_ids: the forward's token ids.
         """
         weights = torch.from_numpy(np.bincount(places.numpy(), minlength=input_ids.numel())).float()
@@ -256,8 +255,8 @@ class Routing:
         return cls(to_device(weights, input_ids.device), choices)
 
     def route(self, number: int, router: Any, args: tuple, out: tuple) -> tuple | None:
-        """Notes a router's results, and replays its choice where there is one, see :class:`Routes`.
-        A layer that runs again in the backward pass is replayed, too."""
+        """Notes a router's results, and replays its ``choices`` where they are known, see
+        :class:`Routes`. A layer that runs again in the backward pass is replayed, too."""
         logits, _, experts = out
         result, first = None, number not in self._logits
         if self.choices is not None:

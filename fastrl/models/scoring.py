@@ -31,7 +31,7 @@ class PolicyObjective(NamedTuple):
     denominator: Tensor | float | None = None  # None: N
     objective: fastrl_kernels.PolicyLoss = PPO_CLIP
     lengths: Tensor | None = None  # [S], responses' lengths, where ratios are of sequences
-    weights: Tensor | None = None  # [N], importance weights of the objective alone
+    weights: Tensor | None = None  # [N], importance weights of the policy loss, not of the KL
     entropy_coef: float = 0.0  # coefficient of an entropy bonus in each token's loss
     top_entropy: float = 1.0  # the share of tokens that learn, those of the highest entropies
 
@@ -70,7 +70,7 @@ class ScoringRequest(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Scores of the requested tokens, fp32 but for the logits; None where not asked for.
+    """Scores of the requested tokens, fp32 but for logits and extras; None where not asked for.
 
     With an objective the loss has a gradient, log-probs and entropies have none. The loss of a
     :class:`PolicyObjective` comes with its statistics.

@@ -146,7 +146,7 @@ class PreTrainedModelWrapper(nn.Module):
             peft_config: puts a new adapter on the model; a quantised model is prepared for it.
             reward_adapter: a directory (a run's too) or Hub id of a sequence-classification adapter
                 on the same base, for :meth:`compute_reward_score`. It is neither trained nor saved.
-            is_trainable: whether a loaded adapter is trained further. PPOTrainer refuses others.
+            is_trainable: whether a loaded adapter is trained further; else PPOTrainer refuses it.
             kwargs: arguments of the value head (see the class), and of transformers'
                 ``from_pretrained``, such as ``quantization_config`` for a base in four bits.
                 Weights load in fp32 unless ``dtype`` says otherwise, and from safetensors only.
@@ -268,7 +268,7 @@ class PreTrainedModelWrapper(nn.Module):
                 )
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Checkpoints the language model's activations: the old of two names that trainers call."""
+        """Checkpoints the language model's activations. Trainers call it by one of two names."""
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         name = next(name for name in names if hasattr(self.pretrained_model, name))
         getattr(self.pretrained_model, name)(*args, **kwargs)

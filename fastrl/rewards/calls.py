@@ -41,7 +41,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def wants_finished(function: Callable[..., Any], columns: Container[str] = ()) -> bool:
     """Whether a reward function is told by ``finished`` which responses were not cut: its attribute
-    ``wants_finished`` says so, or it has a parameter of that name which no column fills."""
+    ``wants_finished`` says so, or without one it has a parameter ``finished`` no column fills."""
     declared = getattr(function, "wants_finished", None)
     if declared is not None:
         return bool(declared)

@@ -193,7 +193,7 @@ def _number_of(value: Any) -> int:
 
 
 def _change(mine: Any, after: Any) -> None:
-    """What a function has changed in its argument."""
+    """Makes ``mine``, an argument, equal to what the function has made of it."""
     mine.clear()
     mine.update(after) if isinstance(mine, dict | set) else mine.extend(after)
 
@@ -205,7 +205,7 @@ def _error(kinds: list[str], message: str) -> Exception:
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(message)
-            except TypeError:  # the function takes other arguments
+            except TypeError:  # the exception takes other arguments
                 continue
     return RuntimeError(message)
 

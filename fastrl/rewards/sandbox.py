@@ -158,7 +158,7 @@ class Sandbox:
 
 @contextmanager
 def in_memory(content: bytes) -> Iterator[int]:
-    """The number of a file without a name that holds ``content``; it is at its beginning."""
+    """The number of a file without a name that holds ``content``, to be read from its start."""
     with os.fdopen(os.memfd_create("fastrl"), "wb") as file:
         file.write(content)
         file.flush()

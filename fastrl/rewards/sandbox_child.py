@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 NOBODY = 65534
-NEW_ROOT = "/proc"  # exists everywhere, and holds nothing that is mounted from
+NEW_ROOT = "/proc"  # exists everywhere, and holds none of the paths that the sandbox shows
 # clone(2): mounts, control groups, names, System V IPC, users, processes, network
 NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
 NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 2, 4, 32, 4096, 16384, 1 << 18  # flags of mount(2)

@@ -47,10 +47,10 @@ class RewardBatch:
     """The rewards of B samples.
 
     Attributes:
-        total: Σ_k w_k·r_k over the functions k that judge a sample, [B] fp64; NaN for samples that
-            are left out.
-        by_function: r_k by the function's name, [B] fp64 each; NaN where it does not judge the
-            sample, or returned a number that is not finite, and for samples that are left out.
+        total: Σ_k w_k·r_k over the functions k that judge a sample, [B] fp64; NaN where none does
+            or one's r_k is not finite, metrics aside, see :class:`Rewards`.
+        by_function: r_k by the function's name, [B] fp64 each; NaN where it was not asked, did not
+            judge the sample, or returned a number that is not finite.
         seconds: how long each function took, by its name.
         nonfinite: the number of samples left out because a reward of theirs was not finite.
         retries: the number of calls that were repeated.
@@ -65,7 +65,7 @@ class RewardBatch:
     nonfinite: int
     retries: int
     of_tokens: Sequence[Tensor | None]
-    unjudged: Sequence[int] = ()  # indices of samples that no function judged
+    unjudged: Sequence[int] = ()  # samples asked about that no function judged, metrics aside
 
     def counts(self) -> dict[str, float]:
         """Statistics of the calls, and with several functions the time that each took."""
@@ -245,7 +245,8 @@ class Rewards:
                 completion; a reward is not finite, unless ``on_nonfinite`` allows it; with
                 ``judges_all``, a completion for which all functions returned None, or, unless
                 ``shared``, no completion with finite rewards. The message names the first fault.
-            TimeoutError: a call took longer than ``reward_timeout``, and so did its retries.
+            TimeoutError: a call's last attempt, or one that blocked the event loop, took longer
+                than ``reward_timeout``.
             Exception: what a function raised in the last of its attempts.
         """
         skipped = set(left_out)

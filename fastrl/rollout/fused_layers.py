@@ -301,7 +301,7 @@ class FusedLayers:
 
     def activate(self, decode: Callable[[], tuple[Tensor, Sequence[Variant]]]) -> None:
         """Compares a few fused decode steps with those of the layers' own forwards, which say how
-        layers attend. Where they differ the layers stay as they are, with a warning.
+        layers attend. Where they differ, without ``around`` too, layers stay as they are; it warns.
 
         Args:
             decode: runs these steps; returns the last one's logits, and the layers' variants.

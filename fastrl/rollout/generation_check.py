@@ -17,7 +17,7 @@ from fastrl.models.probes import narrowed, reach
 from fastrl.models.utils import base_of, computes_in_tf32
 from fastrl.rollout.self_check import why_sharded
 
-_LENGTHS, _ALIKE = (7, 3, 5), (5, 5)  # lengths of prompts with padding, and without
+_LENGTHS, _ALIKE = (7, 3, 5), (5, 5)  # least lengths of prompts with padding, and without
 _STEPS = 4
 # Allowed differences of log-probs: in fp32 the largest, in lower precision the mean.
 _EXACT, _ROUNDED = 1e-3, 0.1

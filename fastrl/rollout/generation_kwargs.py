@@ -155,7 +155,7 @@ def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def neutral_kwargs(model: Any) -> dict[str, Any]:
-    """Arguments that undo generation_config's settings, but for eos_token_id and do_sample."""
+    """Arguments that undo generation_config's effects, but those of eos_token_id and do_sample."""
     config = _settings(model)
     off = _UNSUPPORTED | _UNSUPPORTED_SAMPLING | dict.fromkeys(_SUPPORTED) | _NEUTRAL
     kept = ("eos_token_id", "do_sample")

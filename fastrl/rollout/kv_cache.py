@@ -204,7 +204,7 @@ class SlotState(NamedTuple):
     num_generated: Tensor  # tokens generated so far
     limit: Tensor  # the most tokens to generate
     sample: Tensor  # the hash of seed and sample, from which its draws' keys are made
-    reason: Tensor  # RUNNING, or why it ended
+    reason: Tensor  # RUNNING, or why it ended; IDLE where a slot has no sample
 
     def first(self, count: int) -> SlotState:
         return SlotState(*(x[:count] for x in self))

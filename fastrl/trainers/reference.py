@@ -17,8 +17,8 @@ def reference_of(
     follow the policy.
 
     Args:
-        fresh: whether the policy's adapter, if it has one, is new: its base is then the reference,
-            but for an adapter that begins by changing the base: a copy of that adapter is.
+        fresh: whether the policy's adapter, if any, is new: the reference is then its base; with
+            ``sync_ref_model``, or where it begins by changing the base, a copy of the adapter.
 
     Raises:
         ValueError: a reference that the policy cannot have, or that cannot follow it.

@@ -42,7 +42,7 @@ _NOT_REHEARSED: dict[str, Any] = {
     **dict.fromkeys(("push_to_hub", "load_best_model_at_end", "dataloader_pin_memory"), False),
     **{"dataloader_num_workers": 0, "warmup_steps": 0, "torch_compile": False},
     **dict.fromkeys(("resume_from_checkpoint", "dataset_num_proc", "evaluation_strategy")),
-    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # set in the tokenizer
+    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # of the run's tokenizer
 }
 # Settings of PPO's: nothing acts outside of this process, a critic is built, not read, and learns
 # from the first step on with the policy, and nothing is taken over from rollouts.

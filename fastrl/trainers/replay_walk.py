@@ -97,7 +97,7 @@ class Walk(ABC):
 
     def is_resampled(self, rows: Sequence[Mapping[str, Any]], size: int) -> bool:
         """Whether dynamic sampling dropped some of a step's groups of ``size`` samples for others.
-        The ledger lacks those; drawn again without them, the rest has log-probs of other rounding.
+        The ledger lacks the dropped ones; drawn again without them, the rest is rounded otherwise.
 
         Raises:
             ValueError: groups were replaced, and ``model.generate`` drew them.
@@ -149,7 +149,7 @@ class LoopWalk(Walk):
         Raises:
             ValueError: the ledger lacks a generation between the checkpoint and ``last``, or the
                 trainer ends before ``last``.
-            BadCheckpoint: a checkpoint of another model; a ValueError.
+            BadCheckpoint: a ValueError: a checkpoint of another model.
         """
         trainer, checkpoint = self.trainer, self._newest_before()
         args, handler = trainer.args, trainer.callback_handler

@@ -42,8 +42,8 @@ class Resuming:
     Args:
         identity: facts that must be the same in the checkpoint.
         settings: settings that get a warning where the checkpoint's differ.
-        samples: the number of samples in a step of all processes, and the settings whose product it
-            is.
+        samples: the number of samples in an optimizer step (of alignment: in a batch) of all
+            processes, and the settings whose product it is.
         batch_size: samples in a batch of one process.
         joined: makes one state of a trainer from the states that several processes saved.
         check_foreign: raises BadCheckpoint where the trainer cannot go on from a checkpoint that
@@ -97,7 +97,7 @@ class Resuming:
 
     def _check_processes(self, state: Mapping[str, Any]) -> None:
         """Raises BadCheckpoint where a run of another number of processes had another number of
-        samples in a step."""
+        samples together, see ``samples``."""
         count, now = _count_of(state), self.processes.count
         earlier, (samples, product) = state.get("samples"), self.samples
         if count != now and earlier != samples:

@@ -299,7 +299,7 @@ class SFTTrainer(SupervisedTrainer):
         self.prepare_weights()
         autocast = self.compute_loss_context_manager()
         rows: Any = PackedCollator(self.processing_class)
-        # The warning of padding is given only where padding is possible; else there is an error.
+        # packing() may warn of padded batches: that is said only if choose_collator does not raise.
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             padding_free = self.packing(self.model_wrapped)

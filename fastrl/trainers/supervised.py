@@ -186,8 +186,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
     from ``model_init``, in ``evaluate`` and in ``predict``.
 
     Subclasses do so in :meth:`prepare_model`, which they call for the constructor's model, and in
-    :meth:`prepare_data`. Before ``super().__init__`` they set what these need; settings and
-    tokenizer, as far as ``prepare_data`` needs them, are set there.
+    :meth:`prepare_data`. Before ``super().__init__`` they set what these need, but for the settings
+    and the tokenizer that ``prepare_data`` needs, which ``super().__init__`` sets.
     """
 
     args: Any
@@ -359,7 +359,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     def examples_in(self, batch: Any) -> int | None:
         """The number of a batch's examples on this process, if the loss is their mean: all examples
-        of a step then weigh the same, also in a short last batch. None: all its batches do."""
+        of a step then weigh the same, also in a short last batch. None: a step's batches do."""
         return None
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
@@ -415,7 +415,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
         """Tokens of each example of prepared data; none where they are not known."""
 
     def padded(self, length: int) -> int:
-        """The width of a row of so many tokens, by ``pad_to_multiple_of``."""
+        """A row's width for so many tokens, by ``pad_to_multiple_of`` unless ``padding_free``."""
         multiple = 1 if self.args.padding_free else self.args.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
@@ -718,7 +718,7 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args:
 
     Raises:
         TypeError: a processor of more than texts.
-        ValueError: no tokenizer, two of them, or one without a pad token.
+        ValueError: no tokenizer and no path of one, two tokenizers, or one without a pad token.
     """
     if tokenizer is not None and processing_class is not None:
         raise ValueError("pass the tokenizer as processing_class, or as tokenizer, not both")

@@ -1,4 +1,4 @@
-"""A log of memory as it is taken and freed: how much there is, of which kind, and each phase's
+"""A log of memory as it is taken and freed: how much is held, of which kind, and each phase's
 peak."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MemoryLog:
         """Changes the kind of the allocation ``key``; does nothing where there is none.
 
         Args:
-            since: a phase at whose peak the allocation existed, too, and changes its kind.
+            since: a phase at whose peak the allocation existed: it is of the new kind there, too.
         """
         if key not in self._live:
             return
@@ -88,11 +88,11 @@ class MemoryLog:
             self._total -= nbytes
 
     def kind(self, kind: str) -> AbstractContextManager[None]:
-        """Context in which all memory that is allocated is of this kind."""
+        """Context in which new allocations are of this kind."""
         return attributes_set((self, "_kind", kind))
 
     def outside(self) -> AbstractContextManager[None]:
-        """Context in which memory that is allocated is not on the device."""
+        """Context in which new allocations are not on the device, and not counted."""
         return attributes_set((self, "_outside", True))
 
     @contextmanager

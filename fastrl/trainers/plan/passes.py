@@ -57,8 +57,8 @@ def fit_passes(
     """Limits a trainer's passes to what its GPU holds, without a change of the gradient: it lowers
     their tokens, and where that is not enough, has activations computed again in the backward pass.
 
-    Call it before training begins. With several processes passes get 16384 tokens at most, or
-    those of the longest example, and nothing is planned, because a plan is for a single process.
+    Call it before training begins. With several processes passes get 16384 tokens at most, or those
+    of a longer example, and nothing is planned, because a plan is for a single process.
 
     Args:
         trainer: a trainer whose ``micro_batch_tokens`` nobody has set.

@@ -25,9 +25,9 @@ from fastrl.trainers.plan.memory import MemoryLog
 
 aten = torch.ops.aten
 
-# A new tensor of so many elements or more is a phantom. The number is small, so that even a tiny
-# model's logits are phantoms: a sum over them lies in a longer workspace, a phantom of zeros, and
-# beside real logits the logarithm of its 0 would be infinite.
+# A new tensor of so many elements or more is a phantom. The first number is small, so that even a
+# tiny model's logits are phantoms: kernels put sums over logits into longer workspaces, which may
+# be phantoms where the logits are real, and the logarithm of such a sum, 0, would be infinite.
 _SMALLEST = 512  # floating-point numbers
 _SMALLEST_OF_INTEGERS = 1 << 24
 _LARGE_PRODUCT = 1 << 20
@@ -161,7 +161,7 @@ class Phantoms(TorchDispatchMode):
         return self._shaped(func, args, kwargs, tensors)
 
     def _shaped(self, func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """Results of the operation's shapes; real ones where it has no rule for shapes."""
+        """Phantoms in place of ``func``'s results; real results where it has no rule for shapes."""
         if func in _INDEXED:
             args = _with_numbered_places(args)
         key = func, tuple(map(_key, args)), tuple((k, _key(x)) for k, x in kwargs.items())
@@ -187,8 +187,8 @@ class Phantoms(TorchDispatchMode):
         return tuple(map(real, shapes)) if isinstance(shapes, tuple) else real(shapes)
 
     def _written(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What an operation that writes to its arguments returns; real numbers that it
-        overwrites become zeros."""
+        """What an operation that writes to its arguments returns; a tensor of floats that is no
+        phantom becomes zeros where it is overwritten."""
         schema, by_alias = func._schema, dict[str, Any]()
         for i, argument in enumerate(schema.arguments):
             info = argument.alias_info
@@ -301,7 +301,7 @@ _WITHOUT_CONTENT = {
     aten.new_empty_strided.default,
     aten.empty_like.default,
 }
-# Products of token positions and frequencies, whose sines are not worth their time.
+# Phantoms if large: products of token positions and frequencies, whose sines would take long.
 _OUTER_PRODUCTS = {aten.mul.Tensor, aten.bmm.default}
 _OVERWRITING = {aten.copy_.default, aten.index_put_.default, aten.index_copy_.default}
 # Checks of numbers, which phantoms pass.

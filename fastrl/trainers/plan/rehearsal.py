@@ -39,7 +39,7 @@ from fastrl_kernels.dispatch import standing_for
 LOADING, ROLLOUT, SCORING, UPDATE, STEP = "loading", "rollout", "scoring", "update", "optimizer"
 OTHER = "other"  # between the phases
 PHASES = (LOADING, ROLLOUT, SCORING, UPDATE, STEP, OTHER)
-OPTIMIZER_STEPS = 2  # steps of a rehearsal: the optimizer's state is there from the second on
+OPTIMIZER_STEPS = 2  # of a rehearsal but PPO's: the optimizer's state is there from the second on
 # A note of plans with replay_routing.
 CHOICES_LEFT_OUT = "the experts' choices of rollouts, left out: 2 bytes for each one"
 # The phases here, by the names under which trainers time them.
@@ -89,7 +89,7 @@ class Rehearsal:
 
         def end(*_: Any) -> None:
             entered.pop().close()
-            if isinstance(optimizer, MasterWeights):  # masters are made before the hooks
+            if isinstance(optimizer, MasterWeights):  # a step makes masters before it calls begin
                 self.phantoms.is_kind(optimizer.masters, OPTIMIZER, since=STEP)
 
         optimizer.register_step_pre_hook(begin)

@@ -43,7 +43,6 @@ class Plan:
 
     @classmethod
     def of(cls, title: str, device: str, rehearsed: Rehearsal, settings: Mapping[str, Any]) -> Plan:
-        # Phases in the order of a step.
         phases = {name: rehearsed.log.peaks[name] for name in PHASES if name in rehearsed.log.peaks}
         runs_in = phases.get(SCORING) or phases.get(UPDATE)
         if rehearsed.visiting and runs_in is not None:
@@ -74,7 +73,8 @@ class Plan:
         return f"planned memory: {gib(self.peak)} at most, in {self.widest} ({shown})"
 
     def table(self) -> Table:
-        """The plan as a table for a terminal: a row for each kind, a column for each phase."""
+        """The plan as a table for a terminal: a row for each kind that has memory, a column for
+        each phase; ``OTHER`` has one only where it needs most."""
         from rich.table import Table
 
         table = Table(title=self.title)

@@ -139,7 +139,7 @@ class Skeleton:
 
 
 def _four_bits_of(config: Any) -> Any:
-    """The BitsAndBytesConfig of a checkpoint's weights; None where they are whole."""
+    """The BitsAndBytesConfig of a checkpoint's weights; None where they are not in four bits."""
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is None or not quantised.quantises({"quantization_config": quantisation}):
         return None

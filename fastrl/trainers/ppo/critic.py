@@ -182,8 +182,8 @@ class CriticLearner:
         return {"ppo/critic/learning_rate": learning_rate_of(self.optimizer)}
 
     def gathered(self, *, keep: bool) -> dict[str, Tensor] | None:
-        """The classifier's weights by name, where they are spread over processes, else None. All
-        processes must call this; ``keep``: whether this one needs the weights, else it gets {}."""
+        """The weights of the critic's classifier by name, where they are spread over processes,
+        else None. All processes must call this; ``keep``: whether this one gets them, else {}."""
         weights = gathered_state_dict(self.unwrapped, keep=keep)
         prefix = "pretrained_model."
         return None if weights is None else {k.removeprefix(prefix): x for k, x in weights.items()}
@@ -192,7 +192,7 @@ class CriticLearner:
         self, folder: str | Path, state_dict: dict[str, Tensor] | None, tokenizer: Any
     ) -> None:
         """Saves the critic, with the tokenizer, in the subfolder ``critic`` of a model's folder, so
-        that it can be loaded as a reward.
+        that it can be loaded as a reward model.
 
         Args:
             state_dict: what :meth:`gathered` returned.

@@ -59,7 +59,7 @@ from fastrl.user_code import exits_are_errors
 
 @dataclass
 class Numbers:
-    """The arguments of :meth:`fastrl.PPOTrainer.train` that are numbers, checked.
+    """Arguments of :meth:`fastrl.PPOTrainer.train`, checked: its numbers, and ``overwrite``.
 
     Raises:
         TypeError, ValueError: as :func:`fastrl.settings.check_types` and ``check_ranges``.
@@ -364,8 +364,8 @@ class Loop:
         return step == self.last_step or (every > 0 and step % every == 0)
 
     def _lacks_evaluation(self, step: int) -> bool:
-        """Whether the evaluation after this step is missing: the run was interrupted in it, or all
-        evaluations so far were of other rewards or held-out prompts."""
+        """Whether the evaluation after this step is missing: the run was interrupted in it, or has
+        none that later ones can be compared with (see :meth:`load_state_dict`)."""
         if self.eval_prompts is None:
             return False
         done = self.result.evaluations
@@ -426,8 +426,8 @@ class Loop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from another loop's state, and warns of settings that differ. Where these are
-        reward weights, held-out prompts or arguments of generation, the state's evaluations are
-        dropped, because later ones cannot be compared with them."""
+        names or weights of rewards, held-out prompts or arguments of generation, the state's
+        evaluations are dropped, because later ones cannot be compared with them."""
         self.begun_at = state["begun_at"]
         self._began -= state["seconds"]
         both = state["settings"], self._settings()

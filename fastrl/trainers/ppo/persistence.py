@@ -49,7 +49,7 @@ def load_checkpoint(
     products: Products,
 ) -> None:
     """Calls ``load`` with the state of a checkpoint, or of the newest good one in a folder, and has
-    ``products`` take over the checkpoint's libraries.
+    ``products`` compute matrix products by the libraries that the checkpoint's run used.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

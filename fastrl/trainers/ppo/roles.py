@@ -34,7 +34,7 @@ class Resumable(Protocol):
 
     @property
     def steps_begun(self) -> int:
-        """The sum of the optimizer steps of policy and critic."""
+        """How many optimizer steps of policy and critic have begun, added up."""
 
     def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """All state that later steps depend on, see :meth:`fastrl.PPOTrainer.state_dict`."""

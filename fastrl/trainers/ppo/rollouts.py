@@ -147,8 +147,8 @@ class Rollouts:
         seed: int | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> Samples:
-        """Samples ``samples`` responses to each prompt, one after the other; they come without
-        their prompts, with finish reasons and timings.
+        """Samples ``samples`` responses to each prompt; those of a prompt lie one after the other,
+        without the prompt, with finish reasons and timings.
 
         Tokens are drawn from softmax(logits / T) unless ``generation_kwargs`` say otherwise; of the
         model's generation_config only the tokens that end a response are used.

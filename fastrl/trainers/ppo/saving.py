@@ -96,7 +96,7 @@ class SavedInFolder:
         keep_last: number of checkpoints to keep; 0 keeps all.
         resume: True or "latest": the newest good checkpoint of the folder, or the beginning where
             there is none; or the folder of a checkpoint or a run.
-        overwrite: remove an earlier run in the folder.
+        overwrite: remove an earlier run in the folder; its saved model stays.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     trackers = config.log_with if isinstance(config.log_with, list | tuple) else [config.log_with]
     check_trackers("log_with", [x for x in trackers if isinstance(x, str)])
     settings = {
-        # A learning rate schedule counts calls of step(), not steps of the optimizer.
+        # A learning rate schedule counts calls of PPOTrainer.step(), not the optimizer's steps.
         "step_scheduler_with_optimizer": False,
         # By default accelerate also syncs at the end of a dataloader, in mid-batch.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(

@@ -101,7 +101,7 @@ class PPOTrainer:
             wrapped in one; a value head is frozen.
         ref_model: the reference policy; None makes it as ``PPOConfig.reference`` says.
         tokenizer: gives pad and EOS tokens, the padding side, and text.
-        dataset: samples for ``dataloader``, shuffled, in whole batches.
+        dataset: prompts for ``dataloader``, shuffled, in whole batches; train()'s by default.
         optimizer: in place of the configuration's ``optim``. Where weights are bfloat16 or float16
             it steps float32 masters of them (``PPOConfig.master_weights``).
         data_collator: makes the dataloader's batches; by default dicts become a dict of lists, and
@@ -125,7 +125,7 @@ class PPOTrainer:
         critic: learns the values where the policy's value head does not; else None.
         experience: what the last step learned from; None before the first.
         kl_ctl: the controller of the KL coefficient.
-        running: the moments of all scores so far.
+        running: the moments of all scores so far; of none without ``use_score_scaling``.
 
     Raises:
         TypeError: config, model, ref_model, tokenizer or lr_scheduler of a wrong type.
@@ -179,7 +179,7 @@ class PPOTrainer:
             self.dataloader = self.prepare_dataloader(dataset, data_collator)
         self.training_data_collator = training_data_collator
 
-        if not loads_once(self.accelerator):  # if so, the main process alone has weights
+        if not loads_once(self.accelerator):  # else the main process alone has weights
             share_new_weights(self.processes, model, ref_model)
         # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
@@ -363,7 +363,7 @@ class PPOTrainer:
             TypeError: ``rollout`` is no :class:`Samples`, or its numbers are no tensors.
             FloatingPointError: other numbers of all samples are not finite; with
                 ``on_nonfinite="raise"`` those of a sample, a loss or a gradient are not.
-            torch.OutOfMemoryError: a single sample does not fit into memory.
+            torch.OutOfMemoryError: a single sample, or with several processes a pass, does not fit.
 
         The trainer can be used after any exception: no gradient is left, and the running
         moments of scores, the KL coefficient, the learning rate's schedule, ``current_step`` and
@@ -550,8 +550,8 @@ class PPOTrainer:
 
         Args:
             query_tensor: 1-D token ids, or a list of such.
-            length_sampler: draws max_new_tokens, once per call of the model.
-            batch_size: queries per call of the model.
+            length_sampler: draws max_new_tokens, once for every ``batch_size`` queries.
+            batch_size: queries per call of ``model.generate``, where that runs and not the engine.
             return_prompt: whether the responses begin with their query; those of an
                 encoder–decoder never do, nor with its start token.
             generate_ref_response: return the reference's responses as well, as a second result.
@@ -661,7 +661,7 @@ class PPOTrainer:
                 none; or from a checkpoint's folder. Make trainer, prompts and reward as for the
                 run before: what follows is bit for bit what an uninterrupted run would have done,
                 on one machine. The result has all evaluations, its history the new steps.
-            overwrite: remove an earlier run in ``output``.
+            overwrite: remove an earlier run in ``output``; its saved model stays.
             ledger: keep a row for each sample, with prompt, tokens, log-probs, rewards, advantages
                 and what its draws depend on. True: in ``output``, if there is one; a path: in that
                 folder; or a :class:`fastrl.run.ledger.Ledger`; False: keep none.
@@ -980,7 +980,7 @@ class PPOTrainer:
 
     @property
     def own_code(self) -> dict[str, str]:
-        """Hashes of the users' functions by which the trainer learns, as this was first read."""
+        """Hashes of users' losses and advantages, as they were when this was first read."""
         return self._state.own_code
 
     def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
@@ -1057,7 +1057,7 @@ class PPOTrainer:
 
     @property
     def steps_begun(self) -> int:
-        """The sum of the optimizer steps of policy and critic."""
+        """How many optimizer steps of policy and critic have begun, added up."""
         return self.update.steps_begun
 
     @property
