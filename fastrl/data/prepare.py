@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from fastrl.data.collators import (
 )
 from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row, refuse_pictures
 from fastrl.data.encode import Encoder
+from fastrl.data.sft_packing import SEQ_LENGTHS
 from fastrl.data.tables import (
     ROW,
     as_dataset,
@@ -147,6 +149,44 @@ def prepare_texts(
     return prepared.select(kept)
 
 
+def tokenised_rows(dataset: Any, max_length: int | None = None, num_proc: int | None = None) -> Any:
+    """Rows of ``input_ids``, cut behind ``max_length`` tokens, with the ``labels`` that
+    :func:`prepare_texts` makes of theirs and without other columns; rows without tokens are
+    dropped. Of rows that are packed, which are not cut, ``seq_lengths`` stay, and the labels of
+    each text's first token are -100.
+
+    Raises:
+        ValueError: a row's columns that do not fit each other, named by the row's number.
+    """
+
+    def prepare(row: dict[str, Any], i: int) -> dict[str, Any]:
+        number = row_number(row, i)
+        ids, labels = _tokens(row, number)
+        lengths = row.get(SEQ_LENGTHS)
+        if lengths is None:
+            return {"input_ids": ids[:max_length], "labels": labels[:max_length]}
+        if sum(lengths) != len(ids) or min(lengths, default=1) < 1:
+            raise ValueError(
+                f"row {number}: input_ids has {len(ids)} tokens, and {SEQ_LENGTHS} {lengths!r:.80}:"
+                " they must be numbers of tokens of texts, which add up to the row's"
+            )
+        labels = list(labels)
+        for start in itertools.accumulate(lengths[:-1], initial=0):
+            labels[start : start + 1] = [IGNORED]
+        return {"input_ids": ids, "labels": labels, SEQ_LENGTHS: lengths}
+
+    streams = is_stream(dataset)
+    dataset = list_as_dataset(dataset) if streams else keyed(as_dataset(dataset))
+    removed = stream_columns(dataset) if streams else dataset.column_names
+    options = map_options(dataset, num_proc, "labelling")
+    rows = dataset.map(prepare, with_indices=True, remove_columns=removed, **options)
+    return rows.filter(_has_tokens)
+
+
+def _has_tokens(row: Mapping[str, Any]) -> bool:
+    return len(row["input_ids"]) > 0
+
+
 def check_ready(dataset: Any) -> None:
     """Raises ValueError for rows that ``skip_prepare_dataset`` would take as they are, without
     ``input_ids``, or with masks and without the labels that preparing makes of masks."""
@@ -214,33 +254,6 @@ def _row_encoder(
     """
     roles = Roles("prompt", "completion", None, None, None)
 
-    def tokens(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
-        ids, labels = row["input_ids"], row.get("labels")
-        masks = [row[name] for name in _MASKS if row.get(name) is not None]
-        _check_numbers(ids, f"input_ids of row {i}")
-        if labels is not None and len(labels):
-            _check_numbers(labels, f"labels of row {i}", IGNORED)
-            if len(labels) != len(ids):
-                raise ValueError(
-                    f"row {i}: input_ids has {len(ids)} tokens, its labels {len(labels)}: make "
-                    "them of one length"
-                )
-            return ids, labels
-        for mask in masks:
-            if not set(mask) <= {0, 1}:
-                raise ValueError(
-                    f"row {i}: a mask ({' or '.join(_MASKS)}) holds {list(mask)!r:.80}: 1 is a "
-                    "token that is learned, 0 one that is not"
-                )
-        if not masks:
-            return ids, ids
-        if any(len(mask) != len(ids) for mask in masks):
-            raise ValueError(
-                f"row {i}: input_ids has {len(ids)} tokens, its masks "
-                f"{', '.join(str(len(mask)) for mask in masks)}: make them of one length"
-            )
-        return ids, _labels(ids, [all(counts) for counts in zip(*masks, strict=True)])
-
     def text(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
         text = row[text_field]
         if not (text is None or isinstance(text, str)):
@@ -294,7 +307,7 @@ def _row_encoder(
         return text
     if text_field == _DEFAULT_FIELD:
         if "input_ids" in columns:
-            return tokens
+            return _tokens
         if chats:
             return messages
         if answers:
@@ -306,6 +319,35 @@ def _row_encoder(
         "(dataset_text_field), prompt and completion, messages, or input_ids; or pass "
         "formatting_func"
     )
+
+
+def _tokens(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
+    """The token ids and labels of a tokenised row; raises ValueError for wrong columns."""
+    ids, labels = row["input_ids"], row.get("labels")
+    masks = [row[name] for name in _MASKS if row.get(name) is not None]
+    _check_numbers(ids, f"input_ids of row {i}")
+    if labels is not None and len(labels):
+        _check_numbers(labels, f"labels of row {i}", IGNORED)
+        if len(labels) != len(ids):
+            raise ValueError(
+                f"row {i}: input_ids has {len(ids)} tokens, its labels {len(labels)}: make "
+                "them of one length"
+            )
+        return ids, labels
+    for mask in masks:
+        if not set(mask) <= {0, 1}:
+            raise ValueError(
+                f"row {i}: a mask ({' or '.join(_MASKS)}) holds {list(mask)!r:.80}: 1 is a "
+                "token that is learned, 0 one that is not"
+            )
+    if not masks:
+        return ids, ids
+    if any(len(mask) != len(ids) for mask in masks):
+        raise ValueError(
+            f"row {i}: input_ids has {len(ids)} tokens, its masks "
+            f"{', '.join(str(len(mask)) for mask in masks)}: make them of one length"
+        )
+    return ids, _labels(ids, [all(counts) for counts in zip(*masks, strict=True)])
 
 
 def _labels(ids: Sequence[int], learned: Sequence[bool]) -> list[int]:

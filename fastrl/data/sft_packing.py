@@ -14,13 +14,14 @@ from torch.utils.data import Dataset
 
 from fastrl.data.cache_key import keyed
 from fastrl.data.collators import IGNORED, targets_of
-from fastrl.data.tables import is_stream
+from fastrl.data.tables import is_stream, stream_columns
 from fastrl.models.probes import narrowed, reach
 from fastrl.models.utils import base_of, evaluating
 from fastrl.run.fingerprint import fingerprint, hash_of
 
 _ROWS = ((5, 3, 6), (4, 7))  # least lengths of the texts in rows with which a model is checked
 BFD, BFD_SPLIT, WRAPPED = PACKINGS = ("bfd", "bfd_split", "wrapped")
+SEQ_LENGTHS = "seq_lengths"  # a column of packed rows: the texts' numbers of tokens
 _TOLERANCE = 1e-4, 5e-2  # allowed differences of logits: in fp32, and in lower precision
 
 
@@ -45,6 +46,12 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
             bisect.insort(spaces, left)
         by_space.setdefault(left, []).append(row)
     return [sorted(row) for row in rows]
+
+
+def are_packed(rows: Any) -> bool:
+    """Whether a data set or stream has rows of several texts, with their ``seq_lengths``."""
+    columns = stream_columns(rows) if is_stream(rows) else getattr(rows, "column_names", None)
+    return isinstance(columns, list) and {"input_ids", SEQ_LENGTHS} <= set(columns)
 
 
 def packed(texts: Any, room: int, strategy: str) -> Any:

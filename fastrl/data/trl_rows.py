@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 
 from fastrl.data.chat import as_chatml, as_said, is_chat, shared_length, without_nulls
 from fastrl.data.preferences import split_prompt
-from fastrl.data.sft_packing import packed
+from fastrl.data.prepare import tokenised_rows
+from fastrl.data.sft_packing import BFD, PACKINGS, are_packed, packed
 
 _SAID = ("prompt", "chosen", "rejected", "completion", "messages")
 
@@ -145,8 +146,28 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd") -> Any:
-    """Packs ``input_ids`` and ``labels`` in rows of ``seq_length`` tokens, see :func:`packed`."""
-    return packed(dataset, seq_length, strategy)
+    """Packs token ids in rows of ``seq_length`` tokens, see :func:`packed`. ``SFTTrainer`` takes
+    the rows, and keeps the texts in them apart.
+
+    Args:
+        dataset: rows of ``input_ids``, and of ``labels`` or masks as in
+            :func:`fastrl.data.prepare.prepare_texts`: a Dataset, an IterableDataset, or a dict of
+            these. Other columns are left out; "bfd" cuts the ends of longer rows.
+
+    Raises:
+        ValueError: an unknown strategy, a ``seq_length`` below 1, rows that have no ``input_ids``,
+            do not fit their labels or masks, or are packed.
+    """
+    if strategy not in PACKINGS:
+        raise ValueError(f"strategy is {strategy!r}: it must be one of {', '.join(PACKINGS)}")
+    if seq_length < 1:
+        raise ValueError(f"seq_length must be at least 1, got {seq_length}")
+    if isinstance(dataset, dict):
+        return {name: pack_dataset(part, seq_length, strategy) for name, part in dataset.items()}
+    if are_packed(dataset):
+        raise ValueError("the rows are packed already: they have seq_lengths")
+    rows = tokenised_rows(dataset, seq_length if strategy == BFD else None)
+    return packed(rows, seq_length, strategy)
 
 
 def conversations_formatting_function(

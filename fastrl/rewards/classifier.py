@@ -44,7 +44,7 @@ class ClassifierReward:
         wants_finished: whether it needs to know which completions are whole (``finished``).
 
     Raises:
-        ValueError: an unknown label, a batch size below 1, a tokenizer without pad or EOS token.
+        ValueError: an unknown label, a batch size below 1, a tokenizer with neither pad nor EOS.
     """
 
     def __init__(

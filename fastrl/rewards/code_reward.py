@@ -50,8 +50,8 @@ def make_code_reward(
       names are the code's; else all are that no builtin and no module of the standard library has.
 
     Args:
-        seconds: the processor time of a program's run, and of all Python texts of a row together;
-            by the clock it may be twice as long.
+        seconds: the processor time of each process, for a program's run or for all Python texts of
+            a row together; by the clock it may be twice as long.
         memory_mib: address space of a process, in MiB.
         disk_mib: what a program's files may hold, in MiB.
         processes: the number that a program may have at a time, threads among them.
@@ -209,5 +209,5 @@ def _lines(written: bytes) -> list[bytes]:
 
 
 def _processors() -> int:
-    """This process's share of its processors, with the launcher's others on this machine."""
+    """This process's share of the processors that the launcher's processes here have together."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
+import io
 import textwrap
+import tokenize
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -23,7 +26,8 @@ def identity_of(reward: Any) -> str:
     """A hash of what a reward computes, 12 hex digits. For a function it covers the code, and what
     the code reads by name from its own module or closure: functions, classes, models, plain values.
     For an object it covers the class, public numbers and texts, and the code that it holds; for a
-    model its weights. It does not cover other modules, files and servers."""
+    model its weights. It does not cover other modules, files and servers, nor the paths of any, nor
+    what docstrings and comments of fastrl's own code say."""
     lines = _lines_of(unnamed(reward), set())  # without the wrapper that holds its path
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
@@ -98,18 +102,36 @@ def _decides(attribute: Any) -> bool:
 
 def _names(code: CodeType) -> list[str]:
     inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
+    names = dict.fromkeys([*code.co_names, *inner])
+    return [name for name in names if name != "__file__"]  # where the code lies
 
 
 def _source(x: Any) -> str:
     """The source of a function or class; where there is none, its code or its name."""
     try:
-        return textwrap.dedent(inspect.getsource(x))
+        source = textwrap.dedent(inspect.getsource(x))
+        is_ours = (getattr(x, "__module__", None) or "").partition(".")[0] == "fastrl"
+        return _without_words(source) if is_ours else source
     except (OSError, TypeError):
         if isinstance(x, FunctionType):
             consts = [c for c in x.__code__.co_consts if isinstance(c, _PLAIN)]
             return f"{x.__code__.co_code.hex()} {consts} {x.__code__.co_names}"
         return getattr(x, "__qualname__", type(x).__name__)
+
+
+def _without_words(source: str) -> str:
+    """The lines of a source, without docstrings, comments and blank lines."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            at, column = token.start
+            lines[at - 1] = lines[at - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            for i in range(docstring.lineno - 1, docstring.end_lineno or 0):
+                lines[i] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _content(cell: Any) -> Any:

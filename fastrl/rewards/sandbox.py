@@ -39,8 +39,8 @@ class Sandbox:
         disk: bytes of its folder, and of each file.
         processes: the number of processes, threads among them, that it may have at a time.
         output: the bytes that are read of its stdout; a program that writes more is ended.
-        isolated: False gives programs this process's rights, without its environment, but with
-            limits.
+        isolated: False gives programs this process's rights, without its environment; there are
+            then no limits of processes, nor of the folder.
     """
 
     seconds: float

@@ -75,12 +75,13 @@ class GenerateBackend(RolloutBackend):
 
     def __call__(self, model: Any, request: Request) -> Samples:
         engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
-        kwargs, limits = request.generation_kwargs, request.limits
+        kwargs, limits, samples = request.generation_kwargs, request.limits, range(request.samples)
+        if limits is not None:
+            limits = [limit for limit in limits for _ in samples]
         seed = request.seed
         if self.process:
             seed = (draw_seed() if seed is None else seed) ^ self.process
         output = engine.generate_with(request.repeated(), kwargs, limits, seed)
-        samples = range(request.samples)
         output.sample_ids = [prompt for prompt in request.sample_ids for _ in samples]
         output.numbers = [number for _ in request.prompts for number in samples]
         return output

@@ -157,7 +157,7 @@ class MetricMeans:
         self.drop()
         self._pooled.clear()
         for name, (first, second) in self.differences.items():
-            if values:
+            if first in values and second in values:
                 pairs = zip(values[first], values[second], strict=True)
                 values[name] = [one - other for one, other in pairs]
         return {**{name: _mean(x) for name, x in values.items()}, **errors}

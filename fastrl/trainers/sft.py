@@ -16,7 +16,7 @@ from fastrl.config import parse_json
 from fastrl.core import set_seed
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
 from fastrl.data.padding_free import join_texts, right_padded
-from fastrl.data.prepare import KEEP_END, KEEP_START, check_ready, prepare_texts
+from fastrl.data.prepare import KEEP_END, KEEP_START, check_ready, prepare_texts, tokenised_rows
 from fastrl.data.sft_packing import (
     BFD,
     BFD_SPLIT,
@@ -24,6 +24,7 @@ from fastrl.data.sft_packing import (
     JoinedCollator,
     PackedCollator,
     PackedTexts,
+    are_packed,
     choose_collator,
     packed,
 )
@@ -171,7 +172,8 @@ class SFTTrainer(SupervisedTrainer):
             ``input_ids`` and ``labels``; by default these are padded, or packed.
         train_dataset, eval_dataset: with a column of texts (``dataset_text_field``), with
             ``prompt`` and ``completion``, ``messages``, or ``input_ids``, see
-            :func:`fastrl.data.prepare.prepare_texts`; or a stream, with ``max_steps``.
+            :func:`fastrl.data.prepare.prepare_texts`; packed rows, with ``seq_lengths``, whose
+            texts are kept apart; or a stream, with ``max_steps``.
         tokenizer, processing_class: the tokenizer, under its old or new name; by default the one
             saved with the model.
         peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
@@ -264,16 +266,19 @@ class SFTTrainer(SupervisedTrainer):
             )
         self._max_length = length_limit(args, model, tokenizer)
         packs = args.packing or bool(args.eval_packing)
+        joins = completions is not None and completions.padding_free
+        brought = _are_packed(train_dataset, eval_dataset, formatting_func, completions)
+        packs_rows = packs or joins or (brought and data_collator is None)
+        self._keeps_apart = packs_rows or data_collator is not None
         if packs and data_collator is not None:
             raise ValueError("packing makes its own batches: leave out data_collator")
-        if packs and self._virtual is not None:
+        if packs_rows and self._virtual is not None:
             raise ValueError(
                 "prompt tuning puts its tokens in front of rows, not of the texts in them: leave "
                 "packing out, or use LoRA"
             )
         if packs and self._max_length is None:
             raise ValueError("packing needs max_length: how many tokens a row holds")
-        joins = completions is not None and completions.padding_free
         self._said_padded = False
         super().__init__(
             model=model,
@@ -289,7 +294,7 @@ class SFTTrainer(SupervisedTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         check_one_gpu(self.args)
-        if packs or joins:
+        if packs_rows:
             rows = self._packing_collator()
             self.data_collator = JoinedCollator(rows) if joins else rows
         self.count_learned_tokens()  # by which the loss is divided
@@ -338,8 +343,15 @@ class SFTTrainer(SupervisedTrainer):
     def prepare_data(self, dataset: Any, training: bool) -> Any:
         """Token ids and labels, see :func:`fastrl.data.prepare.prepare_texts`; packed if
         the settings say so."""
-        if isinstance(dataset, PackedTexts):
-            return dataset
+        if self._encoding["formatting_func"] is None and are_packed(dataset):
+            if not self._keeps_apart:
+                raise ValueError(
+                    "the rows are packed (seq_lengths), and the trainer's batches are not: make it "
+                    "with packing=True"
+                )
+            if isinstance(dataset, PackedTexts):
+                return dataset
+            return tokenised_rows(dataset, num_proc=self.args.dataset_num_proc)
         args, encoding = self.args, self._encoding
         if isinstance(dataset, ConstantLengthDataset):  # which has formatted texts itself
             dataset, encoding = dataset.rows(), {**encoding, "formatting_func": None}
@@ -611,6 +623,18 @@ class SFTTrainer(SupervisedTrainer):
 
     def _plain(self, model: nn.Module) -> Any:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+def _are_packed(train: Any, evaluation: Any, formatting_func: Any, completions: Any) -> bool:
+    """Whether rows come packed, in which padded batches would let texts see each other."""
+    of_eval = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
+    brought = formatting_func is None and any(map(are_packed, (train, *of_eval)))
+    if brought and completions is not None:
+        raise ValueError(
+            "the rows are packed, and a response template is looked for in one text: make labels "
+            "with -100 for what is not learned, and pack the rows then"
+        )
+    return brought
 
 
 def _encoding(args: Any, formatting_func: Callable | None, completions: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Packed texts are as if alone: their losses, and what their neighbours do to them."""
 
+import itertools
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl import DataCollatorForCompletionOnlyLM
+from fastrl import DataCollatorForCompletionOnlyLM, pack_dataset
 from fastrl.data.collators import IGNORED
 from fastrl.data.sft_packing import PackedCollator, PackedTexts, choose_collator, pack
 from fastrl.trainers import supervised as base
@@ -229,3 +230,84 @@ def test_a_model_that_cannot_keep_texts_apart_takes_no_batch_without_padding(
     rows = Dataset.from_list([{"text": "w5 w9 w6"}])
     with pytest.raises(ValueError, match="a data collator with padding_free=False"):
         make_sft(tiny_models.language_model("bloom"), rows, data_collator=collator)
+
+
+def of_trl(rows: dict[str, Any], room: int, strategy: str = "bfd") -> Any:
+    """Rows that TRL packs: a Dataset whose ``seq_lengths`` are those of the texts in a row."""
+    data_utils = pytest.importorskip("trl.data_utils")
+    return data_utils.pack_dataset(Dataset.from_dict(rows), room, strategy)
+
+
+ROWS: dict[str, list[list[int]]] = {
+    "input_ids": [[5, 6, 7, 8, 9], [6, 7], [], [8, 9, 10], [11, 12]],
+    "completion_mask": [[0, 0, 0, 1, 1], [0, 1], [], [0, 0, 1], [1, 1]],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_token_ids_are_packed_as_trl_packs_them(strategy: str, stream: bool) -> None:
+    """And masks, which other trainers than TRL's do not read, are labels."""
+    rows = Dataset.from_dict(ROWS | {"name": list("abcde")})
+    packed = pack_dataset(rows.to_iterable_dataset() if stream else rows, 4, strategy)
+    assert texts_of(packed) == texts_of(of_trl(ROWS, 4, strategy))
+
+
+def texts_of(rows: Any) -> list[tuple[list[int], list[int]]]:
+    """The texts of packed rows, sorted: their tokens and what is learned of them but the first."""
+    found = []
+    for row in rows:
+        labels = row.get("labels") or [
+            token if learned else IGNORED
+            for token, learned in zip(row["input_ids"], row["completion_mask"], strict=True)
+        ]
+        ends = list(itertools.accumulate(row.get("seq_lengths", [len(labels)]), initial=0))
+        for start, end in itertools.pairwise(ends):
+            found.append((row["input_ids"][start:end], labels[start + 1 : end]))
+    return sorted(found)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    assert pack_dataset({"train": rows}, 4)["train"][0]["labels"] == [IGNORED, 2, IGNORED]
+    with pytest.raises(ValueError, match="must be one of bfd, bfd_split, wrapped"):
+        pack_dataset(rows, 4, "best")
+    with pytest.raises(ValueError, match="seq_length must be at least 1"):
+        pack_dataset(rows, 0)
+    with pytest.raises(ValueError, match="packed already"):
+        pack_dataset(pack_dataset(rows, 4), 8)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"packing": True, "max_length": 40}, {"padding_free": True}]
+)
+@pytest.mark.parametrize("kind", ["trl", "fastrl", "stream"])
+def test_texts_of_rows_that_came_packed_are_kept_apart(
+    make_sft: Make, kind: str, settings: dict[str, Any]
+) -> None:  # fmt: skip
+    """A step's gradient is that of the texts in rows of their own."""
+    rng = random.Random(3)
+    ids = [[rng.randrange(3, 60) for _ in range(rng.randint(2, 9))] for _ in range(12)]
+    rows: Any = of_trl({"input_ids": ids}, 20)
+    rows = pack_dataset(Dataset.from_dict({"input_ids": ids}), 20) if kind == "fastrl" else rows
+    alone = {**GRADIENT_STEP, "per_device_train_batch_size": 12}
+    plain = make_sft(None, Dataset.from_dict({"input_ids": ids}), **alone)
+    one = {**alone, "per_device_train_batch_size": len(rows)}
+    rows = rows.to_iterable_dataset() if kind == "stream" else rows
+    packs = make_sft(None, rows, **one, **settings)
+    plain.train()
+    packs.train()
+    for name, weight in plain.model.named_parameters():
+        torch.testing.assert_close(packs.model.get_parameter(name), weight, rtol=1e-4, atol=1e-6)
+
+
+def test_packed_rows_that_would_be_learned_as_one_text_are_refused(make_sft: Make) -> None:
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7]], "seq_lengths": [[1, 1]]})
+    with pytest.raises(ValueError, match="row 0: input_ids has 3 tokens, and seq_lengths"):
+        make_sft(None, rows)
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7]], "seq_lengths": [[1, 2]]})
+    template = DataCollatorForCompletionOnlyLM([7], tokenizer=tiny.tokenizer())
+    with pytest.raises(ValueError, match="make labels with -100"):
+        make_sft(None, rows, data_collator=template)
+    with pytest.raises(ValueError, match="make it with packing=True"):
+        make_sft(None, texts(4)).evaluate(rows)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastrl import GenerateEngine, RolloutEngine, SamplingParams
+from fastrl.rollout.backends import GenerateBackend, Request
 from fastrl.rollout.kv_cache import FIELDS
 from tests import tiny_models
 from tests.golden import tiny
@@ -627,3 +628,11 @@ def test_a_generate_in_the_classes_place_may_return_ids_alone(monkeypatch):
     engine = GenerateEngine(model, tiny.tokenizer(), batch_size=2)
     out = engine.generate_with(tiny_models.prompts(3, 5), GREEDY)
     assert [ids.tolist() for ids in out.sequences] == [[7] * 6] * 2
+
+
+def test_each_response_to_a_prompt_has_the_prompts_limit(gpt2):
+    kwargs = {"do_sample": True, "suppress_tokens": [tiny.EOS], "pad_token_id": tiny.EOS}
+    backend = GenerateBackend(tiny.tokenizer(), contextlib.nullcontext)
+    prompts = tiny_models.prompts(3, 2)
+    request = Request(prompts, [0, 1], kwargs, 4, limits=[2, 5], samples=2, seed=1)
+    assert [len(x) for x in backend(gpt2, request).sequences] == [2, 2, 5, 5]

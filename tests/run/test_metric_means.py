@@ -111,3 +111,9 @@ def test_other_processes_share_what_is_pooled() -> None:
     share.load(MetricMeans.of_others(states, 2), torch.device("cpu"))
     assert share.totals(OneProcess()) == {"tokens": 1.5}
     assert share.take(OneProcess()) == {"x": 3.0, "sum": 3.0, "least": 1.0, "most": 6.0}
+
+
+def test_a_difference_without_its_metrics_is_none() -> None:
+    means = MetricMeans({"gap": ("a", "b")})
+    means.add_number("a", 1.0)
+    assert means.take(OneProcess()) == {"a": 1.0}

@@ -103,6 +103,19 @@ def test_the_best_model_is_pushed_as_privately_as_asked_for(calls):
     assert calls[1][2] is True
 
 
+def test_a_step_that_fails_before_its_update_pushes_nothing(calls, monkeypatch):
+    trainer = make_trainer(push_to_hub_if_best_kwargs={"repo_id": "org/best"})
+    prompts, responses = tiny_models.prompts(3, 2), tiny_models.prompts(2, 4, seed=1)
+    samples = prompts, responses, [torch.tensor(1.0), torch.tensor(2.0)]
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "compute_advantages", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(*samples)
+    assert len(calls) == 1
+    trainer.step(*samples)
+    assert [call[0] for call in calls[1:]] == ["create", "upload"]
+
+
 @pytest.fixture
 def sft(tmp_path):
     return SFTTrainer(

@@ -27,12 +27,13 @@ from fastrl.trainers.groups.group_sampler import GroupSampler, in_groups
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import OwnStates
+from tests.run.test_transformers_checkpoints import At, failing
 from tests.trainers.conftest import GRADIENT_STEP, ONE_STEP
 
 SETTINGS: dict[str, Any] = {
     **ONE_STEP, "num_generations": 4, "max_completion_length": 6, "logging_steps": 1,
 }  # fmt: skip
-_ARGUMENTS = ("eval_dataset", "peft_config", "rollout_func", "processing_class")
+_ARGUMENTS = ("callbacks", "eval_dataset", "peft_config", "rollout_func", "processing_class")
 KINDS: dict[str, tuple[type, type]] = {
     "grpo": (GRPOTrainer, GRPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig),
@@ -658,3 +659,24 @@ def test_tokens_that_the_run_has_seen_are_those_of_its_responses(tmp_path, caplo
         logger.removeHandler(caplog.handler)
     assert trainer.state.num_input_tokens_seen == trainer.state.log_history[-2]["num_tokens"] > 0
     assert "number of tokens seen" not in caplog.text
+
+
+def test_a_step_that_failed_moves_the_entropy_coefficient_once(tmp_path: Path) -> None:
+    """It is moved within the step, before the weights are updated."""
+    settings = {
+        "use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef": 0.1, "max_steps": 3,
+        "save_strategy": "steps", "save_steps": 9, "logging_steps": 1,
+    }  # fmt: skip
+    whole = make(tmp_path / "whole", **settings)
+    whole.train()
+    failed = make(tmp_path / "run", **settings, callbacks=[At("on_pre_optimizer_step", 1, failing)])
+    with pytest.warns(UserWarning, match="saved in"), pytest.raises(RuntimeError, match="tired"):
+        failed.train()
+    again = make(tmp_path / "run", **settings)
+    again.train(resume_from_checkpoint=True)
+    coefficients = [
+        [row["entropy_coef"] for row in x.state.log_history if "entropy_coef" in row]
+        for x in (again, whole)
+    ]
+    assert coefficients[0] == coefficients[1]
+    assert len(set(coefficients[1])) == 3

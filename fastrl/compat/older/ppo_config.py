@@ -83,7 +83,7 @@ class PPOv2Config(SupervisedArguments):
 
     max_length: int | None = refused(None, "cut prompts in the data set, and set response_length")
     logging_steps: float = setting(
-        "Optimizer steps between two logs; below 1: a share of all.", 10, within="(0, inf)"
+        "Steps (of a batch each) between two logs; below 1: a share of all.", 10, within="(0, inf)"
     )
     weight_decay: float = setting("Decay of all weights, biases too.", 0.0, within="[0, inf)")
     learning_rate: float = setting("Learning rate at the start.", 5e-5, within="[0, inf)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -246,8 +247,16 @@ class GRPOTrainer(OverridableTrainer):
 
     def begin_training(self, resumed: Any) -> None:
         super().begin_training(resumed)
+        self._entropy_of_step = None  # an earlier call may have failed within a step
         if resumed is not None:
             self.entropy_coef, self._last_entropy = resumed["own"]["entropy"]
+
+    def own_mark(self) -> dict[str, Any]:
+        return {**super().own_mark(), "entropy": (self.entropy_coef, self._last_entropy)}
+
+    def own_rewind(self, mark: Mapping[str, Any]) -> None:
+        super().own_rewind(mark)
+        self.entropy_coef, self._last_entropy = mark["entropy"]
 
 
 def _check_head(model: Any, args: Any) -> None:

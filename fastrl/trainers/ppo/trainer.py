@@ -401,7 +401,6 @@ class PPOTrainer:
         self._check(batch, samples)
         learning = self.warmup.learning(self.current_step)
         final_scores, moments = self.transform_scores(samples.scores)
-        self._files.push_if_best(final_scores, self.push_to_hub)
         final_scores = to_device(final_scores, self.current_device)
         self.rollouts.before_update()
         clock = start_clock(self.current_device)
@@ -425,6 +424,7 @@ class PPOTrainer:
                 values, advantages, returns = check_estimates(
                     estimates, rewards, batch.mask, finite=self._estimates
                 )
+            self._files.push_if_best(final_scores, self.push_to_hub)  # weights that have sampled
             with clock("optimize_step"):
                 experience = replace(
                     scored,
