@@ -319,7 +319,7 @@ def of_every_era(config: type, init: Callable[..., None]) -> Callable[..., None]
             for name in fields_added_to(kind)
             if name in all_eras and all_eras[name].today != name
         }
-        # A subclass's own field under another version's name keeps its value, and has its effect.
+        # A subclass's own field keeps its value; named as a RENAMED or KEPT setting it acts as one.
         own_fields = {
             name: keywords.get(name, field.default)
             for name, field in fields.items()

@@ -21,8 +21,8 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
     """Draws the responses of a batch of an online run again, see
     :meth:`fastrl.trainers.replay_walk.LoopWalk.replay`; the annotator is not called. On the
     machine, threads and versions of the run they are the recorded ones bit for bit; a warning says
-    what differs. Where the run had several processes, one computes their updates: sums are rounded
-    otherwise, so that log-probs and values may differ by √ε of the weights' dtype.
+    which of the three differ. Where the run had several processes, one computes their updates: sums
+    are rounded otherwise, so that log-probs and values may differ by √ε of the weights' dtype.
 
     Args:
         trainer: made as for the run, from the same model and data, in one process; the

@@ -166,7 +166,7 @@ class Trainer(BaseTrainer):
                 else OfflineEvaluation(eval_factory, self.loss, self.processes)
             )
         self._place = _Place()
-        self._accumulated: list[Batch] = []  # batches of the optimizer step under way
+        self._accumulated: list[Batch] = []  # mini-batches of the optimizer step under way
         self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
         self._engine: Any = None
         sampled = factory.batch_size * self.processes.count * factory.task.generations
@@ -354,8 +354,8 @@ class Trainer(BaseTrainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs ``logs``, where it has a loss with the metrics' means since the last such log, and
-        the table of completions."""
+        """Logs ``logs`` and the table of completions. Where ``logs`` has a loss, the metrics' means
+        since the last log with a loss are added to it."""
         if "loss" in logs:
             logs |= taken(self._metrics["train"], self.processes)
         super().log(logs, start_time)

@@ -16,8 +16,8 @@ class RecordArguments:
         "Responses to print; None: all.", None, within="[0, inf)"
     )
     ledger: bool = setting(
-        "Keep a row for each response in the folder ledger of output_dir, for fastrl samples: with "
-        "tokens, log-probs, rewards, advantages and the key of its draws.",
+        "Keep a row for each response in the folder ledger of output_dir: tokens, log-probs, "
+        "rewards, advantages and the key of its draws. The command fastrl samples reads it.",
         False,
     )
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)

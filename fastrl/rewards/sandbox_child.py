@@ -1,9 +1,9 @@
 """The process that shuts a program in: it makes the sandbox, waits for the program, and ends it.
 
 ``python sandbox_child.py JSON`` is started by :mod:`fastrl.rewards.sandbox` and needs the standard
-library alone. It stays outside, makes new namespaces (man 7 namespaces), and forks process 1 of
-them, which forks the program; when process 1 ends, the kernel kills all others in the namespaces,
-whatever sessions they are in. How the program ended is written to stderr, which it has not itself.
+library alone. For an isolated job it makes new namespaces (man 7 namespaces), stays outside that of
+processes, and forks process 1 of that, which forks the program; when process 1 ends, the kernel
+kills all others there, in any session. How the program ended is written to this process's stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x200000
 NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 2, 4, 32, 4096, 16384, 1 << 18  # flags of mount(2)
 READ_ONLY = 1  # a flag of mount(2) and mount_setattr(2), as NOSUID and NODEV
 PDEATHSIG, DUMPABLE, CAPBSET_DROP, NO_NEW_PRIVS = 1, 4, 24, 38  # options of prctl(2)
-MOUNT_SETATTR = 442  # on every processor
+MOUNT_SETATTR = 442  # a system call's number on every processor; that of the next differs
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -154,7 +154,7 @@ def mount_point(path: str) -> None:
 
 
 def run_first(job: dict[str, Any], null: int) -> None:
-    """Process 1: gives up its rights, starts the program and ends when that does."""
+    """Gives up its rights if isolated, as process 1; starts the program and ends when that does."""
     os.setsid()  # kill(0) reaches no one outside
     if job["isolated"]:
         give_up_rights()
@@ -178,7 +178,7 @@ def run_first(job: dict[str, Any], null: int) -> None:
 
 
 def give_up_rights() -> None:
-    """Leaves this process no right but those of a user without any, and no way to new ones."""
+    """Leaves this process an ordinary user's rights, no capabilities, and no way to new ones."""
     for capability in range(64):
         if libc.prctl(CAPBSET_DROP, capability, 0, 0, 0):
             break  # there are no more

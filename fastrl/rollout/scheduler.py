@@ -109,7 +109,7 @@ class Scheduler:
         return admitted, held
 
     def pack(self) -> list[tuple[int, int, int]]:
-        """Makes the bucket as small as it can be; returns (from, to, tokens) of moved samples."""
+        """Moves samples so that decode steps run the fewest rows; returns (from, to, tokens)."""
         taken = self.running
         size = self._bucket_of(len(taken))
         gaps = (slot for slot, running in enumerate(self.slots) if running is None)

@@ -274,7 +274,7 @@ class BaseTrainer(OpenTrainer):
                 model or data set made; nothing has changed then.
             FloatingPointError: a loss or gradient that is not finite, see ``args.on_nonfinite``.
             KeyboardInterrupt: Ctrl-C or SIGTERM, with the state saved if checkpoints are written;
-                after SIGTERM also a SystemExit, with status 143. A second Ctrl-C saves nothing.
+                after SIGTERM it is a SystemExit, too, of status 143. A second Ctrl-C saves nothing.
         """
         if self._says_precision and self.is_world_process_zero():
             tqdm.write(BY_DEFAULT)
@@ -494,7 +494,7 @@ class BaseTrainer(OpenTrainer):
         return rehearse.plan_of(self, (prompt_tokens, response_tokens), passes, device)
 
     def tokens_of(self, *lengths: int) -> tuple[int, int]:
-        """Tokens of a mini-batch, and of a part no pass splits, if texts have ``sum(lengths)``."""
+        """Tokens of a mini-batch, and of the smallest pass, if each text has ``sum(lengths)``."""
         return rehearse.tokens_of(self, lengths)
 
     def limit_passes(self, passes: PassSize) -> None:
@@ -665,7 +665,7 @@ class BaseTrainer(OpenTrainer):
         self._run.minibatch += len(batches)
         return batches, items
 
-    # The steps of a run, as the driver has them.
+    # What a run does in and around a step, as OpenTrainer's loop and the driver call it.
 
     def drive(self, feed: Iterator[Any]) -> None:
         self._driver.drive(feed)

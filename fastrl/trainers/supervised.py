@@ -61,7 +61,7 @@ _RANGES = {
     **dict.fromkeys(("adam_epsilon", "neftune_noise_alpha", "eval_delay"), "[0, inf)"),
     **dict.fromkeys(("warmup_steps", "eval_steps", "save_steps"), "[0, inf)"),
     "logging_steps": "(0, inf)",
-    "ddp_timeout": "(0, 1000000000]",  # 64-bit nanoseconds hold no more
+    "ddp_timeout": "(0, 1000000000]",  # 64-bit nanoseconds hold 9.2 times as much
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), "[0, 1)"),
     **dict.fromkeys(("seed", "data_seed"), "[0, 4294967295]"),  # NumPy's range
     "max_grad_norm": "[0, inf]",
@@ -86,8 +86,8 @@ class SupervisedArguments(TrainingArguments, metaclass=OfEveryEra):
         "Longest sequence, in tokens; None: the model's limit.", 512, within="[1, inf)"
     )
     padding_free: bool = setting(
-        "Compute without padding, and what pairs begin with once, where the model's attention "
-        "allows it.",
+        "Compute without padding, and only once the beginning that both texts of a pair share, "
+        "where the model's attention allows it.",
         True,
     )
     micro_batch_tokens: int | None = setting_like(PPOConfig, "micro_batch_tokens")

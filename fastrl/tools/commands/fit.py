@@ -148,7 +148,7 @@ class CommandFlags:
         "per_device_eval_batch_size", "Examples per forward pass of an evaluation, per device."
     )
     gradient_accumulation_steps: int = _help_of(
-        "gradient_accumulation_steps", "Such passes per optimizer step."
+        "gradient_accumulation_steps", "Forward and backward passes per optimizer step."
     )
     learning_rate: float = _help_of("learning_rate", "AdamW's learning rate, at its highest.")
     warmup_steps: float = _help_of(
@@ -217,7 +217,7 @@ def fit(
         results: picks from an evaluation's metrics what ``summary.json`` records.
         evaluations: a list to which the trainer adds the samples of each evaluation.
         show: how many samples to print.
-        lengths: returns the tokens of the longest texts, for a plan of memory.
+        lengths: returns how many tokens the longest text has, or prompt and response, for a plan.
     """
     from fastrl.run.transformers_callbacks import recording
     from fastrl.tools.reports.report import finish_run, pair_samples

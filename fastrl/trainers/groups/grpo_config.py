@@ -53,16 +53,16 @@ class GRPOConfig(OnlineConfig):
         within="(0, 1]",
     )
     entropy_coef: float = setting(
-        "Coefficient of the mean entropy, which is added.", 0.0, within="(-inf, inf)"
+        "This times the mean entropy is taken off the loss.", 0.0, within="(-inf, inf)"
     )
     use_adaptive_entropy: bool = setting("Adapt entropy_coef to entropy_target.", False)
     entropy_coef_min: float = setting("Least value of entropy_coef.", 0.0, within="(-inf, inf)")
     entropy_coef_max: float = setting("Greatest value of entropy_coef.", 1.0, within="(-inf, inf)")
     entropy_coef_delta: float = setting(
-        "Change of entropy_coef per step.", 0.005, within="[0, inf)"
+        "Change of entropy_coef per optimizer step.", 0.005, within="[0, inf)"
     )
     entropy_target: float = setting(
-        "The entropy below which the bonus acts, in nats.", 0.2, within="[0, inf)"
+        "Entropy in nats up to which an adaptive bonus acts.", 0.2, within="[0, inf)"
     )
     sapo_temperature_neg: float = setting(
         "Temperature τ of loss_type='sapo' where A is negative.", 1.05, within="(0, inf)"
