@@ -145,11 +145,13 @@ def as_text(prompt: TextOrMessages) -> str:
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """The text of a message: its content, the joined texts of a list of blocks, "" without any."""
+    """The text of a message: its content, or the joined texts of content blocks; "" without any."""
     content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(block.get("text") or "" for block in content)
+    return "".join(map(_block_text, content if isinstance(content, list) else [content]))
+
+
+def _block_text(block: Any) -> str:
+    return str(block.get("text") or "") if isinstance(block, Mapping) else str(block)
 
 
 def render(

@@ -381,6 +381,12 @@ class BaseTrainer(OpenTrainer):
         self.go_on_behind(norm, rate, run.ignored)
         if state is not None and state.get("due"):
             self._conclude_due(state)
+        if (
+            state is not None
+            and state.get("epoch_ends")
+            and self.state.global_step >= self.state.max_steps
+        ):
+            self.end_epoch()  # of which a run that has all its steps is told no more
         self._mark()
 
     def _conclude_due(self, state: Mapping[str, Any]) -> None:
@@ -388,6 +394,7 @@ class BaseTrainer(OpenTrainer):
         with the generators in the states that they had then."""
         run, control, due, args = self._run, self.control, state["due"], self.args
         restore_random_state(state["random"])
+        self.model.train()  # by which log() knows of training
         control.should_log = due["log"] and args.logging_strategy != "no"
         control.should_evaluate = due["evaluate"] and args.eval_strategy != "no"
         self.log_evaluate_and_save()
@@ -774,6 +781,7 @@ class BaseTrainer(OpenTrainer):
             "losses": self.loss_state(),
             "latest": self.latest_step(),
             "due": run.due,
+            "epoch_ends": not run.epoch_is_over and self.state.global_step >= self.state.max_steps,
             "seconds": time.time() - run.begun,
             "rows": before.rows if before else self._rows(),
             "kept": self.kept,

@@ -270,3 +270,9 @@ def test_columns_that_only_later_rows_have_are_kept():
         {"a": 1, "b": None},
         {"a": 2, "b": 3},
     ]
+
+
+@pytest.mark.parametrize(("content", "text"), [({"text": "a"}, "a"), (["a", "b"], "ab"), (7, "7")])
+def test_a_content_that_is_no_text_is_read_without_an_error(content, text):
+    """By whatever reads it first; what a content may be is checked behind it."""
+    assert as_text([{"role": "user", "content": content}]) == text

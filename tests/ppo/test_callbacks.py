@@ -1,5 +1,7 @@
 """Hooks of ``train`` when it does not come to its end, and what results look like."""
 
+import json
+
 import pytest
 from tqdm.auto import tqdm
 
@@ -96,3 +98,37 @@ def test_a_history_is_bounded_and_says_so(monkeypatch):
     result.add_step({"step": 4})
     assert [row["step"] for row in result.history] == [2, 3, 4]
     assert repr(result) == "TrainResult(steps=5, evaluations=0)"
+
+
+@pytest.mark.filterwarnings("ignore:after ConnectionError the state is saved")
+@pytest.mark.parametrize("event", ["on_samples", "on_step", "on_eval"])
+def test_metrics_are_written_though_a_callback_fails(tmp_path, event):
+    """The file is written by the last of the callbacks."""
+    rows = {}
+    for name, fails in (("whole", False), ("run", True)):
+        broken, calls = TrainCallback(), []
+
+        def tired(*_, calls=calls, fails=fails):
+            calls.append(1)
+            if fails and len(calls) == 2:
+                raise ConnectionError("a service is down")
+
+        setattr(broken, event, tired)
+        arguments = {"output": str(tmp_path / name), "save_every": 3, "eval_every": 1}
+        arguments |= {"eval_prompts": ["w4"], "callbacks": [broken]}
+        rewards = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
+        for resume in (False, True)[: 1 + fails]:
+            policy = tiny_models.policy()
+            one = PPOTrainer(PPOConfig(batch_size=2, ppo_epochs=1), policy, None, tiny.tokenizer())
+            try:
+                train(
+                    one,
+                    lambda completions, **_: [1.0] * len(completions),
+                    **arguments,
+                    resume=resume,
+                )
+            except ConnectionError:
+                assert not resume
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows[name] = [(x["step"], sorted(x)) for x in map(json.loads, lines)]
+    assert rows["run"] == rows["whole"]

@@ -643,3 +643,23 @@ def test_logs_are_bounded_and_a_run_resumes_with_those_that_are_left(
         trainer.checkpoints.path(3),
     )
     assert_same_run(again, trainer)
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_epoch_end"])
+def test_the_last_epochs_evaluation_is_done_though_its_last_step_failed(
+    event: str, tmp_path: Path
+) -> None:
+    """The best model is chosen by it."""
+
+    def ends(folder: Path, *callbacks: Any) -> SFTTrainer:
+        epochs = {"num_train_epochs": 2, "max_steps": -1, "logging_steps": 1}
+        each = {"save_strategy": "epoch", "load_best_model_at_end": True}
+        best = {"metric_for_best_model": "eval_loss", "greater_is_better": False}
+        return make(folder, callbacks=list(callbacks), **epochs, **each, **best)
+
+    fails = ends(tmp_path / "run", At(event, 4, failing))
+    with pytest.warns(UserWarning, match="the state is saved"), pytest.raises(RuntimeError):
+        fails.train()
+    again, whole = resumed(ends, tmp_path / "run", True), straight(ends, tmp_path / "whole")
+    assert_same_run(again, whole)
+    assert again.state.best_global_step == whole.state.best_global_step == 4

@@ -15,7 +15,8 @@ from fastrl.data.preferences import OF_A_PAIR, prepare_pairs_of_ids
 from fastrl_kernels import reference as formulas
 from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
-from tests.resuming import OwnStates
+from tests.resuming import OwnStates, assert_same_run, resumed, straight
+from tests.run.test_transformers_checkpoints import At, failing
 from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs, weights
 from tests.trl.test_tools import model as chat_model
 
@@ -28,7 +29,7 @@ def trainer(
 ) -> Any:
     given = {
         name: settings.pop(name)
-        for name in ("ref_model", "peft_config", "eval_dataset", "train_dataset")
+        for name in ("ref_model", "peft_config", "eval_dataset", "train_dataset", "callbacks")
         if name in settings
     }
     given.setdefault("train_dataset", pairs(PAIRS))
@@ -325,3 +326,18 @@ def test_chats_are_read_as_people_have_them(tmp_path: Path) -> None:
         ).train_dataset
         found.append({name: rows[0][name] for name in OF_A_PAIR})
     assert found[1:] == found[:1] * 3
+
+
+def test_metrics_go_on_behind_a_step_whose_callback_failed(tmp_path):
+    """The resumed run logs that step as it begins, when its model is not in training yet."""
+
+    def made(folder: Path, *callbacks: Any) -> DPOTrainer:
+        short = {"max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "steps"}
+        return trainer(folder, callbacks=list(callbacks), **short)
+
+    fails = made(tmp_path / "run", At("on_step_end", 2, failing))
+    with pytest.warns(UserWarning, match="saved in"), pytest.raises(RuntimeError, match="tired"):
+        fails.train()
+    again = resumed(made, tmp_path / "run", True)
+    assert_same_run(again, straight(made, tmp_path / "whole"))
+    assert len({row["logps/chosen"] for row in again.state.log_history if "loss" in row}) == 4

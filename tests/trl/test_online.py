@@ -26,7 +26,7 @@ from fastrl.samples import Samples
 from fastrl.trainers.groups.group_sampler import GroupSampler, in_groups
 from tests import tiny_models
 from tests.golden import tiny
-from tests.resuming import OwnStates
+from tests.resuming import OwnStates, assert_same_run, resumed, straight
 from tests.run.test_transformers_checkpoints import At, failing
 from tests.trainers.conftest import GRADIENT_STEP, ONE_STEP
 
@@ -680,3 +680,17 @@ def test_a_step_that_failed_moves_the_entropy_coefficient_once(tmp_path: Path) -
     ]
     assert coefficients[0] == coefficients[1]
     assert len(set(coefficients[1])) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_of_a_step_whose_callback_failed_are_of_that_step(
+    kind: str, tmp_path: Path
+) -> None:
+    def made(folder: Path, *callbacks: Any) -> Any:
+        settings = {"max_steps": 4, "save_strategy": "steps", "callbacks": list(callbacks)}
+        return make(folder, kind, **settings)
+
+    fails = made(tmp_path / "run", At("on_step_end", 2, failing))
+    with pytest.warns(UserWarning, match="saved in"), pytest.raises(RuntimeError, match="tired"):
+        fails.train()
+    assert_same_run(resumed(made, tmp_path / "run", True), straight(made, tmp_path / "whole"))

@@ -329,8 +329,10 @@ class Loop:
         step, (metrics, samples) = self.trainer.current_step, self._latest
         self.result.add_step(metrics)
         shown = samples.prompt_texts, samples.texts, samples.rewards.tolist()
-        self._call("on_samples", step, ShownSamples(*shown))
-        ends = True in self._call("on_step", step, metrics)
+        told = self._call_each(
+            ("on_samples", step, ShownSamples(*shown)), ("on_step", step, metrics)
+        )
+        ends = True in told
         if self.processes.any(ends):
             self.steps = step - self.begun_at
         check_divergence(self.trainer.config, step, metrics)
@@ -557,4 +559,19 @@ class Loop:
         self._call("on_eval", step, evaluation)
 
     def _call(self, event: str, *args: Any) -> list[Any]:
-        return [getattr(callback, event)(self.trainer, *args) for callback in self.callbacks]
+        return self._call_each((event, *args))
+
+    def _call_each(self, *events: tuple[Any, ...]) -> list[Any]:
+        """What the callbacks return of the last of some events. All are told of all events, even if
+        one fails, because one of them writes the metrics; the first exception is raised then."""
+        answers, errors = list[Any](), list[Exception]()
+        for event, *args in events:
+            answers = []
+            for callback in self.callbacks:
+                try:
+                    answers.append(getattr(callback, event)(self.trainer, *args))
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
