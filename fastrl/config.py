@@ -128,8 +128,8 @@ class PPOConfig:
         "Keyword arguments of accelerate's ProjectConfiguration (JSON).", dict
     )
     ddp_timeout: float = setting(
-        "Of several processes: seconds that each waits for the others before it fails; longer than "
-        "the rollouts and rewards of a step may take.",
+        "Of several processes: seconds that each waits for the others before it fails; to be set "
+        "longer than the rollouts and rewards of a step may take.",
         1800.0,
         within="(0, 1000000000]",
     )
@@ -139,7 +139,7 @@ class PPOConfig:
         dict,
     )
     compare_steps: int = setting(
-        "Steps between two comparisons with the best score so far.", 1, within="(0, inf)"
+        "With push_to_hub_if_best_kwargs: steps between checks of scores.", 1, within="(0, inf)"
     )
 
     # Data
@@ -178,7 +178,7 @@ class PPOConfig:
     )
     batch_size: int = setting("Samples per step(), per process.", 128, within="(0, inf)")
     mini_batch_size: int = setting(
-        "Samples per forward and backward pass; by default min(128, batch_size).",
+        "Samples that give one gradient; by default min(128, batch_size).",
         None,
         within="(0, inf)",
     )
@@ -195,7 +195,7 @@ class PPOConfig:
     )
     ppo_epochs: int = setting("Passes over the batch per step().", 4, within="(0, inf)")
     max_grad_norm: float | None = setting(
-        "Gradients are clipped to this norm at every step.", None, within="(0, inf]"
+        "Gradients are clipped to this norm at every optimizer step.", None, within="(0, inf]"
     )
     gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", False)
     padding_free: bool = setting(
@@ -226,12 +226,12 @@ class PPOConfig:
         choices=ROLLOUT_BACKENDS,
     )
     replay_routing: bool = setting(
-        "Of a mixture of experts: keep the experts' choices of rollouts, and score and learn with "
-        "them, so that log-probs before and after are of the same experts.",
+        "Of a mixture of experts: keep which experts a rollout chose, and score and learn with "
+        "these, so that log-probs before and after an update are of the same experts.",
         False,
     )
     router_aux_loss_coef: float = setting(
-        "Weight of the load-balancing loss of a mixture's routers; 0: it is logged alone.",
+        "Weight of the load-balancing loss of a mixture's routers; 0: it is only logged.",
         0.0,
         within="[0, inf)",
     )
@@ -239,7 +239,7 @@ class PPOConfig:
         "Source of the log-probs and values before the update: rollout (computed while "
         "generating), recompute (another forward), auto (the rollout, if a few samples that are "
         "scored again agree with it; another forward for kl_in='reward' without values, where "
-        "the rounding between both would be a KL that groups of equal rewards learn).",
+        "the rollout's rounding would be a KL that groups of equal rewards learn).",
         "auto",
         choices=OLD_LOGPROBS,
     )
@@ -341,10 +341,10 @@ class PPOConfig:
         "Samples over which the adaptive controller reacts.", 10_000.0, within="(0, inf]"
     )
     early_stopping: bool = setting(
-        "Stop a step's epochs once the policy KL exceeds 1.5 times target_kl.", False
+        "Stop a step's epochs once the KL to the old policy exceeds 1.5 times target_kl.", False
     )
     target_kl: float = setting(
-        "Policy KL of early stopping, in nats per token.", 1.0, within="(0, inf]"
+        "With early_stopping: KL to the old policy, in nats per token.", 1.0, within="(0, inf]"
     )
     max_kl: float | None = setting(
         "End training, with an error, after a step whose KL to the reference (objective/kl, nats "
@@ -375,20 +375,20 @@ class PPOConfig:
         within="[0, inf)",
     )
     overlong_buffer: int | None = setting(
-        "In train(): the last tokens of the longest response, over which overlong_penalty grows "
-        "(DAPO's soft punishment).",
+        "In train(): how many of the last tokens that a response may have make overlong_penalty "
+        "grow (DAPO's soft punishment).",
         None,
         within="(0, inf]",
     )
     overlong_penalty: float = setting(
-        "With overlong_buffer: what is taken off the score of a response of full length.",
+        "With overlong_buffer: what is taken off the score of a response as long as one may be.",
         1.0,
         within="[0, inf)",
     )
     off_policy_mask_threshold: float | None = setting(
         "With a group's baseline: leave out of an optimizer step responses of negative advantage "
-        "whose mean log-ratio to the policy that sampled them exceeds this, in nats; it costs "
-        "another forward.",
+        "whose mean over tokens of log(π_sampler/π) exceeds this, in nats; it costs another "
+        "forward.",
         None,
         within="(0, inf]",
     )
@@ -531,7 +531,7 @@ class PPOConfig:
     score_clip: float | None = setting("Clip scores to ± this value.", None, within="(0, inf]")
     whiten_rewards: bool = setting("Whiten the rewards before computing advantages.", False)
 
-    # Filled in at run time
+    # Filled in at construction, or by the trainer
     world_size: int | None = field(default=None, init=False)
     is_encoder_decoder: bool | None = field(default=None, init=False)
     is_peft_model: bool | None = field(default=None, init=False)

@@ -34,10 +34,10 @@ class Era(NamedTuple):
         kind: RENAMED: ``today`` gets the setting's value; KEPT: the setting is honoured under its
             old name; IDLE: it changes nothing; REFUSED: a value other than ``default`` and None is
             an error.
-        today: the setting of today, or in words what to use in the old one's place.
+        today: the setting of today; or in words what to use, or why there is nothing to set.
         default: the setting's default in other versions.
-        value: maps the old value and today's settings to today's value, None to set nothing; of a
-            KEPT setting it checks the value or takes effect.
+        value: maps the old value and today's settings to today's value, None to set nothing; for a
+            KEPT setting it checks the value, or puts it into effect.
     """
 
     kind: str
@@ -297,7 +297,7 @@ class OfEveryEra(type):
     keywords: a field would be a flag, and a program may have its own flag of that name."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        # dataclass() sets the __init__ that it has written; one in a class's body is not set.
+        # dataclass() sets the __init__ that it writes; one in a class's body does not come here.
         super().__setattr__(name, of_every_era(cls, value) if name == "__init__" else value)
 
 
@@ -375,7 +375,7 @@ def todays(
     notes = []
     for name, value in old.items():
         era = eras[name]
-        if era.today == name:  # another value of today's own setting
+        if era.today == name:  # today's setting, maybe with another version's value
             now[name] = era.value(value, now)
             if now[name] == value:
                 continue

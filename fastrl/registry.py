@@ -160,7 +160,7 @@ def _trial(kind: str, function: Callable[..., Any], cliprange: tuple[float, floa
             alone = same(whole[:few], losses(few)[0])
             # A function that draws, or counts its calls, differs from itself.
             alone = alone or not same(whole, losses(count)[0])
-        except RuntimeError:  # may be of the CPU's tensors alone: else the first update raises it
+        except RuntimeError:  # on the CPU alone, perhaps; if not, the first update raises it again
             return
     if not alone:
         raise ValueError(

@@ -156,7 +156,8 @@ def _helped_by(config: Any, kind: type[str], begin: int, table: str) -> dict[str
     ``kind``: their defaults, and the listed text, or the help from ``begin`` to its full stop."""
     fields = {each.name: each for each in dataclasses.fields(config)}
     listed: Mapping[str, str] = getattr(config, table, {})
-    texts = {name: text for name, text in listed.items() if name in fields}  # versions differ
+    # Some versions of transformers lack a listed field.
+    texts = {name: text for name, text in listed.items() if name in fields}
     for name, each in fields.items():
         if isinstance(text := each.metadata.get("help"), kind):
             texts[name] = text[begin:-1]

@@ -60,7 +60,7 @@ def ask_scores(
             ``wants_finished``.
 
     Raises:
-        ValueError: the annotator does not return B finite numbers; a column of a reserved name.
+        ValueError: the annotator does not return B finite numbers; a column named in ``RESERVED``.
     """
     keywords = _checked_copy(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):
@@ -83,8 +83,8 @@ def ask_preferences(
         finished: whether each first and each second response has ended, as in :func:`ask_scores`.
 
     Raises:
-        ValueError: the annotator does not return B numbers in [0, 1] or None; a column of a
-            reserved name.
+        ValueError: the annotator does not return B numbers in [0, 1] or None; a column named
+            in ``RESERVED``.
     """
     keywords = _checked_copy(columns)
     if finished is not None and getattr(annotator, "wants_finished", False):

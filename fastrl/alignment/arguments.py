@@ -39,7 +39,7 @@ class AlignmentConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
         "Reference model of the losses: cached (its log-probs are computed once, before training; "
         "offline), copy (a frozen copy), adapter (a PEFT model's base), trunk (a copy that shares "
         "the bottom layers), offload (a copy in host memory), auto (adapter for PEFT models, trunk "
-        "with num_shared_layers, cached for offline tasks, else copy).",
+        "with num_shared_layers, copy for online tasks or sync_ref_model, else cached).",
         "auto",
         choices=REFERENCES,
     )

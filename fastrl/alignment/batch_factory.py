@@ -28,7 +28,7 @@ class BatchFactory:
     Offline tasks use the responses in the data, and their labels. Online tasks use the prompts
     alone: the policy generates the responses, and an annotator judges them.
 
-    ``for batch in factory`` yields the batches of ``epochs`` epochs, or of ``examples`` samples.
+    ``for batch in factory`` yields the batches of ``epochs`` epochs, or ``examples`` examples.
     Every epoch has another seeded order. An offline factory starts anew with each loop, and each
     epoch's last batch (with ``examples``, the loop's) may be smaller; an online one continues
     through its prompts, epoch after epoch.
@@ -36,9 +36,9 @@ class BatchFactory:
     Args:
         task: a name in ``fastrl.alignment.TASKS``.
         data: a :class:`DatasLoader` with the columns that the examples of the task need.
-        batch_size: samples per batch and process.
+        batch_size: examples (a prompt with its response, or with two) per batch and process.
         epochs: how many times all examples are used.
-        examples: in place of ``epochs``, how many samples to make, over all processes.
+        examples: in place of ``epochs``, how many examples to use, over all processes.
         annotator: judges the responses of online tasks, see :mod:`fastrl.alignment.annotator`.
         params: how the policy samples; the task sets ``n``.
         engine: generates the responses of online tasks, such as :class:`fastrl.RolloutEngine`;
@@ -197,7 +197,7 @@ class BatchFactory:
         return range(len(chunk))[self.rank :: self.world]
 
     def share_of(self, chunk: Sequence[int]) -> Batch:
-        """Makes this process's share of a batch of all processes, which has the examples of the
+        """Makes this process's share of the batch that all processes make of the examples with the
         indices ``chunk``. A process without an example gets one of weight 0."""
         share = self.own(chunk)
         batch = self.batch([self.data[chunk[i]] for i in share or [0]], share or [0])
@@ -270,7 +270,7 @@ class BatchFactory:
 
     @property
     def _step(self) -> int:
-        """Samples per batch, over all processes."""
+        """Examples per batch, over all processes."""
         return self.batch_size * self.world
 
     def _count(self, samples: int) -> int:

@@ -73,7 +73,7 @@ class OnlineEvaluation:
     def __call__(self, policy: Any, reference: Any) -> dict[str, float]:
         with self.processes.shared_work():
             judged_here = self._judge()
-            # The counts are read here, or the next batch learned from would have them, too.
+            # Reading resets the annotator's counts: the next training batch's would include them.
             counts = self.factory.annotator.statistics()
         parts = self.processes.objects((judged_here, counts))
         judged = sorted(row for rows, _ in parts for row in rows)
@@ -96,8 +96,8 @@ class OnlineEvaluation:
         return self.factory.task.generations == 1 or hasattr(self.factory.annotator, "last_scores")
 
     def _judge(self) -> list[tuple[int, str, str, float, bool]]:
-        """Judges this process's share; returns each example's index, prompt, response, reward, and
-        whether the response has ended."""
+        """Judges new responses to this process's examples; returns each one's index, prompt,
+        response, reward, and whether the response has ended."""
         judged: list[tuple[int, str, str, float, bool]] = []
         sampler, annotator = self.factory.sampler, self.factory.annotator
         assert sampler is not None
@@ -117,7 +117,7 @@ class OnlineEvaluation:
             else:
                 before = self.judged[0]
                 first = list(map(as_answer, prompts, [before.completions[i] for i in ids]))
-                # A checkpoint of an earlier version does not say which of them had ended.
+                # Earlier versions' checkpoints do not say which responses ended: all count as such.
                 ended = [before.finished is None or before.finished[i] for i in ids]
                 verdicts = ask_preferences(
                     annotator, prompts, answers, first, columns, (finished, ended)

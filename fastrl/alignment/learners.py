@@ -127,7 +127,7 @@ class PolicyLearner:
         self.args, self.loss, self.task, self.tokenizer = args, loss, task, tokenizer
         self.reference: RefModel
         self._model: Any = None
-        self._identity: str | None = None  # computed once, as training changes the policy
+        self._identity: str | None = None  # computed once: training changes the policy
         self._scored_reference: ReferencePolicy | CachedReference
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
@@ -211,7 +211,7 @@ class PolicyLearner:
         return "cached"
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
-        """Makes what scores policy and reference, once the model is on its device."""
+        """Makes what computes the models' log-probs, once the policy is on its device."""
         self.accelerator = accelerator
         self.reference.place(model, accelerator)
         self._model = unwrapped = accelerator.unwrap_model(model)

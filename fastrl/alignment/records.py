@@ -20,9 +20,9 @@ from fastrl.samples import Samples
 def samples_of(batch: Batch, annotator: Any) -> Samples:
     """The samples of an online batch, with all responses to a prompt one after the other.
 
-    ``rewards`` are those that the loss reads, for pairs the preferences; NaN where the annotator
-    had no opinion. ``rewards_by_function`` has the scores of an annotator that scores: NaN for
-    pairs of equal responses, which it does not judge.
+    ``rewards`` are those that the loss reads, for pairs the preferences p and 1 - p; NaN where the
+    annotator had no opinion. ``rewards_by_function`` has the scores of an annotator that scores:
+    NaN for pairs of equal responses, which it does not judge.
     """
     examples, sides = batch.examples, range(batch.generations)
     rollout, scores = batch.rollout, batch.scores

@@ -25,15 +25,15 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
     are rounded otherwise, so that log-probs and values may differ by √ε of the weights' dtype.
 
     Args:
-        trainer: made as for the run, from the same model and data, in one process; the
+        trainer: made as for the run, from the same model and data, in one process; its factory's
             ``batch_size`` is that of all processes of the run together.
         output: the run's ``output_dir``, or a command's --output, with its ledger.
         batch: the batch's number, from 1.
 
     Raises:
-        ValueError: the ledger lacks this batch, or one between it and the checkpoint; responses
-            that cannot be drawn again in one process; a trainer with other settings or data, or of
-            several processes.
+        ValueError: the ledger lacks this batch, or one since the newest good checkpoint before it;
+            responses that cannot be drawn again in one process; a trainer with other settings or
+            data, or of several processes.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
     return _BatchWalk(trainer, output, batch).replay()

@@ -93,10 +93,10 @@ def compare_responses(
     its scores of the first and of the second responses, or None if it gave no scores.
 
     The first response has the preference p in [0, 1] as its reward, the second 1 - p; both have 0.5
-    where the annotator has no opinion, which also sets their weights to 0.
+    where the annotator has no opinion, which also sets their weights to 0. Of two equal texts it is
+    not asked: they have the rewards 0.5, the weights 1 and the scores 0.
     """
     judged = [replace(e, rewards=(0.5, 0.5), weights=(1.0, 1.0)) for e in examples]
-    # Two equal responses need no judge.
     asked = [i for i, e in enumerate(examples) if e.responses[0].text != e.responses[1].text]
     scores = [[0.0] * len(examples) for _ in range(2)]
     if not asked:

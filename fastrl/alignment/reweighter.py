@@ -61,8 +61,8 @@ class ByMargin:
     """w ∝ |score₁ - score₂|^power of pairs, with a mean of 1 in the batch; if all margins are 0,
     w = 1.
 
-    The scores are the annotator's, ``batch.scores``, if there are any; else margins or scores are
-    read from the data's columns.
+    The scores are the annotator's, ``batch.scores``, if there are any; else the data's column of
+    margins is read, or without it those of scores.
 
     Args:
         power: the exponent of the margin.
@@ -129,7 +129,7 @@ class ByImportance:
         cap: the largest weight.
         length_normalised: see above.
         columns: the data's column of log-probs under π_data, or one for each side of pairs; they
-            hold sums of responses, or lists with one number per token, EOS included.
+            hold each response's sum, or a list with one number per token, EOS included.
 
     Raises:
         ValueError: a cap that is not positive; for a batch: no log-probs under π_data, not one for

@@ -303,7 +303,7 @@ class Trainer(BaseTrainer):
             self._load_own(resumed["own"])
             place = resumed["place"]
             self._place.behind, self._place.resumed_in = place["minibatches"], place["epoch"]
-        elif not self.factory.task.online:  # online, prompts continue where the last run ended
+        elif not self.factory.task.online:  # online, prompts go on from the last train()
             self.factory.skip(0)
         if self.args.ledger and self.processes.is_main:
             self._ledger = GenerationLedger(
@@ -354,8 +354,8 @@ class Trainer(BaseTrainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs ``logs`` and the table of completions. Where ``logs`` has a loss, the metrics' means
-        since the last log with a loss are added to it."""
+        """Logs ``logs`` and the table of completions. Where ``logs`` has a loss, it also gets the
+        metrics' means since the last log with a loss."""
         if "loss" in logs:
             logs |= taken(self._metrics["train"], self.processes)
         super().log(logs, start_time)
@@ -406,7 +406,7 @@ class Trainer(BaseTrainer):
         return len(self.factory) // self._epochs * self.loss.minibatches_per_batch
 
     def at_rest(self) -> bool:
-        """Whether the trainer is between two batches: checkpoints save no batch's mini-batches."""
+        """Whether the trainer is between two batches: checkpoints do not keep mini-batches."""
         return self._place.left == 0 or self._stop_batch
 
     def identity(self) -> dict[str, Any]:
@@ -447,7 +447,7 @@ class Trainer(BaseTrainer):
 
     def own_state(self) -> dict[str, Any]:
         judged = getattr(self.evaluation, "judged", ())
-        if self._ledger is not None:  # a resumed run does not draw its rows again
+        if self._ledger is not None:  # a resumed run does not sample its rows anew
             self._ledger.flush()
         return {
             **super().own_state(),
@@ -500,7 +500,7 @@ class Trainer(BaseTrainer):
         )
 
     def _show_batches(self) -> None:
-        """Shows the learner all batches, while the model is still as training begins."""
+        """Shows the learner all batches, before training changes the model."""
         minibatches = self.args.max_steps * self.args.gradient_accumulation_steps
         count = math.ceil(minibatches / self.loss.minibatches_per_batch)
         planned: Iterator[Batch] = itertools.islice(self.factory.preview(), count)

@@ -17,7 +17,7 @@ class RecordArguments:
     )
     ledger: bool = setting(
         "Keep a row for each response in the folder ledger of output_dir: tokens, log-probs, "
-        "rewards, advantages and the key of its draws. The command fastrl samples reads it.",
+        "rewards, advantages and the key of its random numbers. fastrl samples reads the ledger.",
         False,
     )
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)

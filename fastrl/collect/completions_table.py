@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from fastrl.run.terminal import plain, run_console
 
 _TEXTS = {"prompt": 2, "completion": 4}  # the columns of texts, and their shares of a line
-_LINES = 6  # about how many lines the longest text in the table has
+_LINES = 6  # a text in the table is cut to about so many lines
 _NAME, _LONGEST = 9, 20  # widths of columns of numbers: the least for a long name, and the most
 
 
@@ -85,7 +85,7 @@ class CompletionsTable(dict):
         """Shows the table, saves it below ``folder`` and reports it, by a trainer's settings."""
         self.show(step, args.num_completions_to_print)
         self.save(folder, step)
-        # Commands open some trackers themselves.
+        # Trackers that a command opens itself stand in ``trackers``, not in ``report_to``.
         trackers = [*args.report_to, *getattr(args, "trackers", ())]
         self.report(trackers, step, args.log_unique_prompts)
 
@@ -124,8 +124,8 @@ class CompletionsTable(dict):
         Dataset.from_dict(self.columns(step)).to_parquet(str(path))
 
     def show(self, step: int, most: int | None) -> None:
-        """Prints ``most`` responses, or all, in a table as wide as the terminal, texts in a few
-        lines; second ones to a prompt are chosen last. An unchanged table is not printed."""
+        """Prints ``most`` responses, spread evenly over prompts, or all, in a table as wide as the
+        terminal, texts in a few lines; an unchanged table is not printed."""
         from rich import box
         from rich.table import Table
 

@@ -48,8 +48,8 @@ def as_texts(
     prompts: Sequence[Tensor],
     responses: Sequence[Tensor],
 ) -> list[str]:
-    """Decodes responses: to a text, as its continuation; to a chat, whose template writes what is
-    between messages, as a text of its own.
+    """Decodes responses: where the prompt is a text, as its continuation; where it is a chat, whose
+    template writes what is between messages, as a text of its own.
 
     Args:
         decode: returns a response's text, from prompt and response ids.
@@ -97,7 +97,7 @@ class Sampled:
     def sample(
         self, prompts: Sequence[Tensor], size: int, keys: Sequence[int], seed: int
     ) -> Samples:
-        """Samples a response to each prompt's ids; the others are fields of :class:`Asked`."""
+        """Samples a response to each prompt's ids; further arguments: see :class:`Asked`."""
         samples = samples_per_prompt(prompts, size)
         ids = keys if samples == size else [k * size + j for k in keys for j in range(size)]
         return self._run(prompts[::samples], ids, seed, samples=samples)
@@ -184,7 +184,7 @@ class Conversations:
         sampled: writes the policy's turns.
         loop: runs the tools.
         box: the tools, where there are no environments.
-        environments: the environments whose methods are the tools.
+        environments: the environments, with their tools: their methods, and further ones.
     """
 
     sampled: Sampled
@@ -205,7 +205,7 @@ class Conversations:
         ) -> Samples:
             if limits is None:
                 return self.sampled.sample(ids, asked.size, asked.keys, asked.seed)
-            # Another seed for each turn: the number of a response keys its draws.
+            # A response's number keys its draws in every turn: another seed makes them differ.
             seed = asked.seed ^ turn << 32
             return self.sampled.further(ids, [numbers[i] for i in which], limits, seed)
 

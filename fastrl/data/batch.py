@@ -425,7 +425,7 @@ def check_weights(
 
 
 def collate(examples: Sequence[Any]) -> Any:
-    """A batch of examples in the form of the classic loop.
+    """A batch of examples, in the form that loops of the classic PPO API read.
 
     Dicts become a dict of lists, with ``input_ids`` as 1-D LongTensors. Tuples become a list, or a
     named tuple, of their fields' batches; tensors of one shape are stacked, others become a list;

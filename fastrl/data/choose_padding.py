@@ -24,10 +24,10 @@ from fastrl.models.reward_head import padding_of, rewards_at, rewards_of_padded
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import base_of, computes_in_tf32, evaluating
 
-# Samples of the comparison: the prompt's number, and the lengths of prompt and response; the first
-# prompt is longer where the model reads tokens by longer blocks.
+# Samples of the comparison: the prompt's number, and the lengths of prompt and response. Prompt 0
+# gets up to 64 more tokens where the model reads tokens in blocks, to be longer than a block.
 _SAMPLES = ((0, 3, 4), (1, 5, 2), (0, 3, 2), (2, 1, 3))
-_CHANGED = 1  # the index of a sample that shares its prompt with no other
+_CHANGED = 1  # the sample whose tokens are replaced; it shares its prompt with no other
 # Allowed differences, relative to the mean size of results, or to 1 if that is less: the largest in
 # fp32, the mean in lower precision, and the mean after a change of another sample's tokens.
 _EXACT, _ROUNDED, _MOVED = 1e-4, 5e-2, 2e-3
@@ -70,7 +70,7 @@ def runs_packed(
     stacklevel: int = 2,
 ) -> bool:
     """Whether all models run packed batches, in all processes. Warnings say why a model does not,
-    and, where batches are padded, whose results this changes. ``asked`` is ``padding_free`` of
+    and, where batches are padded, whose results padding changes. ``asked`` is ``padding_free`` of
     :func:`choose_padding`; see there, and :func:`why_not_packed`, for the other arguments.
     """
     models, some_padded = list(models), not asked

@@ -52,9 +52,9 @@ class DatasLoader(Sequence[Example]):
     texts of the form "\\n\\nHuman: …\\n\\nAssistant: …", whose prompt is what both have up to their
     last common "\\n\\nAssistant:".
 
-    The constructor checks all texts: examples with an empty response or equal sides are left out,
-    and counted in a warning. The others are tokenised when they are read; sides that become equal
-    by a length limit stay.
+    The constructor checks all texts: examples with an empty response, or with chosen equal to
+    rejected, are left out, and counted in a warning. The others are tokenised when they are read;
+    pairs whose two responses become equal by a length limit stay.
 
     Args:
         source: a file, a folder or a Hub id, see :func:`fastrl.data.tables.load_table`; a Hugging
@@ -164,7 +164,7 @@ class DatasLoader(Sequence[Example]):
         return loader
 
     def warn_of_cuts(self) -> None:
-        """Warns once of how many of the first 1000 examples a length limit cuts."""
+        """Warns, if a length limit cuts some of the first 1000 examples, of how many."""
         limits = {k: getattr(self.encoder, k) for k in ("max_length", "max_prompt_length")}
         limits = {k: limit for k, limit in limits.items() if limit is not None}
         if not limits:

@@ -47,8 +47,8 @@ class Encoder:
         max_prompt_length: the most tokens of a prompt; None: what an example's longest response
             leaves of ``max_length``, but at least half of it.
         truncation: "keep_end" or "keep_start" of prompts that are too long.
-        add_eos: put EOS behind responses that are texts. Chat templates write their own; blanks
-            behind it are left out, because no policy generates them.
+        add_eos: put EOS behind texts that are responses or have no prompt. Chat templates write
+            their own EOS; blanks behind that are left out, because no policy generates them.
         add_special: whether a call, and :meth:`alone`, add the tokenizer's special tokens to texts.
         template: further arguments of the chat template, such as ``tools``.
 
@@ -136,8 +136,8 @@ class Encoder:
     def joined(
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True
     ) -> tuple[list[int], int]:
-        """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 if the
-        prompt is blank, where both are read as one text, or the answer as a conversation."""
+        """The token ids of a prompt and its answer, and how many of them are the prompt's. With a
+        blank prompt that is 0: :meth:`alone` reads both as one text, or an answer of messages."""
         if not prompt or (isinstance(prompt, str) and is_blank(prompt)):
             both = isinstance(prompt, str) and isinstance(answer, str)
             ids, _ = self.alone(prompt + answer if both else answer)  # type: ignore[operator]
@@ -209,7 +209,7 @@ class Encoder:
         return begin, next((i for i in range(begin, len(added)) if added[i]), len(added))
 
     def _opening(self, ids: Sequence[int]) -> int:
-        """Counts the first of a text's ``ids`` that the tokenizer puts in front of all texts."""
+        """Counts special tokens that ``ids`` begin with: those in front of all texts, or BOS."""
         front = self._front
         if front and list(ids[: len(front)]) == front:
             return len(front)
@@ -240,8 +240,9 @@ class Encoder:
         closed: bool = False,
         plain: bool = True,
     ) -> tuple[list[str], list[list[int]]]:
-        """Many prompts as texts, and their token ids. Texts get the special tokens that the
-        tokenizer puts in front, unless they begin with BOS; chats are as the template writes them.
+        """Many prompts as texts, and their token ids, cut by :meth:`cut_prompt`. Texts get the
+        special tokens that the tokenizer puts in front, unless they begin with BOS; chats are as
+        the template writes them.
 
         Args:
             name_of: the name of a prompt by its index, for errors.
@@ -368,7 +369,7 @@ class Encoder:
 
     def _encode_continuation(self, text: str) -> tuple[list[int], Spans]:
         """The tokens of a text that continues another, and their spans: up to its first special
-        token without the space in front of a text, from there on as the tokenizer encodes it."""
+        token without the space that SentencePiece adds in front, then as the tokenizer has it."""
         ids, _, spans = _tokens(self.tokenizer, text)
         if self._continuation_tokenizer is self.tokenizer:
             return ids, spans
@@ -482,7 +483,7 @@ def _without_end(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
-    """Whether a text has its special tokens: by a chat template, or since it begins with BOS."""
+    """Whether a text has its special tokens: by a chat template, or as BOS (CLS) begins it."""
     start = tokenizer.bos_token or tokenizer.cls_token
     return chat or bool(start and text.startswith(start))
 

@@ -79,7 +79,7 @@ def encode_prompts(
     Args:
         name_of: names a prompt by its index, for errors.
         templates: further arguments of the chat template for each prompt; none by default.
-        closed: add the special tokens at the end, too, which encoders read.
+        closed: add the special tokens at the end, too, for models whose encoder reads prompts.
 
     Raises:
         ValueError: see :func:`fastrl.data.chat.prompt_text`.
@@ -121,7 +121,7 @@ def _joined(parts: Sequence[TokenRows]) -> TokenRows:
 def _place(
     prompts: Sequence[Any], tokenizer: Any, templates: Sequence[Any], closed: bool
 ) -> Path | None:
-    """The file that keeps some prompts' ids; None where the tokenizer or its texts may change."""
+    """The file that keeps prompts' ids; None for a slow tokenizer, or a template with a date."""
     import datasets
 
     template = repr(tokenizer.chat_template)

@@ -39,7 +39,7 @@ class PackedTokens:
 
     Attributes:
         layout: the row's layout.
-        groups: the samples of each group; a prompt's tokens are its first sample's.
+        groups: the samples of each group, whose prompt is taken from the first of them.
         sources: [T] int64, the flat position of each token in the padded batch.
         places: [Σ L] int64, the place of each sample's tokens, sample after sample.
         rows: [N] int64, the places that predict the response tokens that count, sample by sample.

@@ -54,10 +54,10 @@ def prepare_pairs_of_ids(
         num_proc: the number of processes; a stream takes none.
         longest_prompt: the most tokens of a prompt; rows with a longer one are dropped. A warning
             counts them, but not those of a stream, which is prepared as it is read.
-        cuts: longer prompts keep BOS and their last tokens, longer completions their first ones.
+        cuts: limits: longer prompts keep BOS and their last tokens, completions their first ones.
 
     Raises:
-        ValueError: other columns, images, no row, messages without a role or a content.
+        ValueError: missing columns, images, no row, messages without a role or a content.
     """
     dataset, options = _keyed(dataset, tokenizer), map_options(dataset, num_proc)
     row = first_row(dataset)

@@ -65,8 +65,9 @@ def prepare_texts(
     Args:
         dataset: see :func:`fastrl.data.tables.as_dataset`, or a stream (``IterableDataset``). Rows
             have texts, messages (``messages``, or ShareGPT's ``conversations``), a prompt and a
-            completion, or ``input_ids`` with ``labels`` or the masks ``completion_mask`` and
-            ``assistant_masks``. ``tools`` and ``chat_template_kwargs`` go to the chat template.
+            completion, or ``input_ids``, with ``labels`` or the masks ``completion_mask`` and
+            ``assistant_masks`` where not all are learned. ``tools`` and ``chat_template_kwargs`` go
+            to the chat template.
         formatting_func: returns a row's text, or a list of texts for a batch of rows.
         completions: finds the tokens to learn behind its response template.
         append_eos: end texts with EOS; chat templates write their own, and token ids stay.
@@ -77,8 +78,8 @@ def prepare_texts(
         truncation: "keep_start", or "keep_end" to cut texts at their beginnings.
 
     Raises:
-        TypeError: not a data set, see :func:`fastrl.data.tables.as_dataset`; a column of another
-            type.
+        TypeError: not a data set, see :func:`fastrl.data.tables.as_dataset`; a column of texts or
+            of messages that holds something else.
         ValueError: columns that are missing, no text left.
     """
     streams = is_stream(dataset)
@@ -151,9 +152,9 @@ def prepare_texts(
 
 def tokenised_rows(dataset: Any, max_length: int | None = None, num_proc: int | None = None) -> Any:
     """Rows of ``input_ids``, cut behind ``max_length`` tokens, with the ``labels`` that
-    :func:`prepare_texts` makes of theirs and without other columns; rows without tokens are
-    dropped. Of rows that are packed, which are not cut, ``seq_lengths`` stay, and the labels of
-    each text's first token are -100.
+    :func:`prepare_texts` makes of their labels or masks, and without other columns; rows without
+    tokens are dropped. Of packed rows, which are not cut, ``seq_lengths`` stay, and the label of
+    each text's first token is -100.
 
     Raises:
         ValueError: a row's columns that do not fit each other, named by the row's number.
@@ -370,7 +371,7 @@ def prepare_pairs(
         dataset: rows with ``chosen`` and ``rejected``, texts or lists of chat messages, which may
             share a ``prompt``, with ``tools`` and ``chat_template_kwargs`` for the chat template;
             or with ``chosen_ids`` and ``rejected_ids``, or the token columns of
-            :class:`RewardDataCollatorWithPadding`, whose lengths are not checked. A stream
+            :class:`RewardDataCollatorWithPadding`, which may exceed ``max_length``. A stream
             (``IterableDataset``) is prepared as it is read, and no warning counts its pairs.
         add_eos: see :class:`Encoder`.
 

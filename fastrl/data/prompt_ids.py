@@ -74,8 +74,7 @@ def token_ids(
     in front, chat messages go through its template, and ids stay as they are.
 
     Args:
-        closed: add the tokens that encoders read at the end, see
-            :func:`fastrl.data.encode.encode_prompt`.
+        closed: add the special tokens at the end, too, for models whose encoder reads prompts.
 
     Raises:
         ValueError: see :func:`fastrl.data.chat.prompt_text`; a text without a tokenizer.

@@ -63,7 +63,7 @@ def packed(texts: Any, room: int, strategy: str) -> Any:
         room: tokens in a row.
         strategy: "bfd" (best fit, the longest text first), "bfd_split" (the same, with texts that
             are longer than a row cut into pieces), or "wrapped" (all texts one after the other, cut
-            where a row is full: a row is one text, whose tokens attend to all texts before them).
+            where a row is full: a row is one text, whose tokens attend to all before them in it).
     """
     if strategy in (BFD_SPLIT, WRAPPED) and not is_stream(texts):
         texts = keyed(texts)
@@ -93,7 +93,7 @@ def _packed_group(texts: dict[str, list[Any]], room: int) -> dict[str, list[Any]
 
 
 class _Columns(dict):
-    """Columns in memory by name; a list of indices in place of a name takes rows of all."""
+    """Columns in memory by name; a list of indices in place of a name takes rows of each column."""
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, list):
@@ -157,7 +157,7 @@ class PackedCollator:
     Args:
         mask: dtype of the attention mask [B, 1, T, T] that separates the texts, for models that do
             not derive it from the positions: torch.bool, or the dtype of the scores to which eager
-                attention adds it. None: there is none.
+            attention adds it. None: there is none.
         pad_to_multiple_of: a number that the width T is to be a multiple of.
     """
 

@@ -178,8 +178,8 @@ def map_options(dataset: Any, num_proc: int | None, desc: str | None = None) -> 
 
 
 def stream_columns(stream: Any) -> list[str]:
-    """The names of a stream's columns, or of its first row's where the stream does not know them;
-    raises ValueError for an empty one."""
+    """The names of a stream's columns; where it does not know them, of its first row's, and then
+    raises ValueError for a stream without rows."""
     if stream.column_names is not None:
         return list(stream.column_names)
     return list(first_row(stream))
@@ -194,8 +194,9 @@ def first_row(stream: Any) -> dict[str, Any]:
 
 
 def open_rows(source: Any, split: str) -> Any:
-    """A file's, the Hub's or a list's rows, read by index. Lists are not converted, so that errors
-    can name their rows. Raises what :func:`load_table` and :func:`as_dataset` raise.
+    """The rows of a file, a Hub id, a data set, a list, or a dict of data sets or lists by split;
+    they can be read by index. Lists are not converted, so that errors can name their rows. Raises
+    what :func:`load_table` and :func:`as_dataset` raise.
 
     Args:
         split: the split of a data set that has several.
@@ -528,7 +529,7 @@ def _raise_read_error(files: list[Path], error: Exception) -> NoReturn:
 
 
 def _check_json(file: Path) -> None:
-    """Raises ValueError for the first line that is not valid JSON, or not an object."""
+    """Raises ValueError for no rows, the first line that is not JSON, or row that is no object."""
     text = file.read_text(encoding="utf-8-sig")
     if not text.strip():
         raise ValueError(f"{file} holds no rows")

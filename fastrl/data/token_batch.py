@@ -178,7 +178,7 @@ class TokenBatch:
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """Tokens of each query, whether the decoder or the encoder reads it."""
+        """The number of tokens of each query, whether the decoder or the encoder reads it."""
         return self.query_lengths
 
     def prompt(self, i: int) -> Tensor:
@@ -187,7 +187,7 @@ class TokenBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each query with its response."""
+        """The number of tokens of each query with its response."""
         return list(map(sum, zip(self.query_lengths, self.response_lengths, strict=True)))
 
     @property

@@ -57,8 +57,8 @@ def _marked(feature: Any) -> Any:
 
 
 def column_of(values: list[Any]) -> Any:
-    """Values as a column of a table. Mappings, whose keys JSON keeps, and values of several types
-    become JSON, unless it would change them."""
+    """Values as a column of a table. Mappings and chats, whose keys JSON keeps, and values of
+    several types become JSON, unless it would change them."""
     if not any(isinstance(value, Mapping) or is_chat(value) for value in values):
         with contextlib.suppress(pa.ArrowException):  # no type of a table holds all of them
             pa.array(values)

@@ -1,8 +1,8 @@
 """Baselines of a group: a reward is compared with those of the other responses to its prompt.
 
-Functions take rewards [groups, size], less that of the group's first response that counts, so that
-equal ones are exactly 0, and a mask ``counts`` of the responses that count. Where a response does
-not count, its reward is 0 and its result is not read.
+Functions of advantages take rewards [groups, size], less that of the group's first response that
+counts, so that equal ones are exactly 0, and a mask ``counts`` of the responses that count: those
+whose reward is not NaN. The others have 0 for it, and their result is not read.
 """
 
 from __future__ import annotations

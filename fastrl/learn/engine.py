@@ -56,7 +56,7 @@ class Engine:
         """Context of a forward and backward; in a step's ``last`` one processes exchange gradients.
 
         accelerate's own ``accumulate()`` counts mini-batches, wrongly after an exception and where
-        a step has fewer of them.
+        a step has fewer than ``gradient_accumulation_steps``.
         """
         self.accelerator.sync_gradients = last
         with nullcontext() if last else self.accelerator.no_sync(self.model):

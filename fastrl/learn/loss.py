@@ -118,7 +118,7 @@ class ClippedValues(NamedTuple):
     clip it)."""
 
     cliprange: float  # c
-    coef: float
+    coef: float  # vf_coef
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Passes over samples in parts that fit into memory, and what a backward pass needs of it."""
+"""Passes over samples in parts that fit into memory, and activations that are not kept in it."""
 
 from __future__ import annotations
 

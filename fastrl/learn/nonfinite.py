@@ -59,7 +59,7 @@ class NonFiniteNumbers:
         self._warned: set[str] = set()
 
     def samples(self, which: Sequence[int], name: Callable[[int], str]) -> None:
-        """Handles samples, by index, that ended in NaN logits; ``name`` names a sample's prompt.
+        """Warns of samples, by index, that ended in NaN logits; ``name`` names a sample's prompt.
 
         Raises:
             FloatingPointError: with "raise".

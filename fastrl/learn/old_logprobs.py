@@ -105,7 +105,7 @@ def known_of(rollout: Samples, policy: nn.Module, temperature: float) -> Samples
 
 
 def _joined(batch: TokenBatch, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Old log-probs and values of the N response tokens that count, as in ``batch.rows()``."""
+    """Old log-probs and values, [N] each, of the tokens that ``batch.rows()`` predict, in order."""
     assert samples.old_logprobs is not None
     assert samples.values is not None
     mask = batch.mask_of_responses()

@@ -282,12 +282,12 @@ def try_on_a_pair(name: str, loss: Callable[[Side, Side], Tensor]) -> None:
 def losses_by_preference(
     loss: Callable[[Side, Side], Tensor], first: Side, second: Side, preferred: Tensor
 ) -> tuple[Tensor, Side, Side]:
-    """p·ℓ(first, second) + (1-p)·ℓ(second, first) of each pair, [B]; then the preferred sides of
-    all pairs, and the other sides.
+    """p·loss(first, second) + (1-p)·loss(second, first) of each pair, [B]; then the preferred sides
+    of all pairs, and the other sides.
 
     Args:
-        preferred: p, [B] on the host, where reading it does not wait for the device: 1, 0, or ½ for
-            a tie.
+        preferred: p in [0, 1], ½ for a tie, [B] on the host, where reading it does not wait for the
+            device.
     """
     undecided = bool(((preferred > 0) & (preferred < 1)).any())
     preferred = preferred.to(first.sums.device)

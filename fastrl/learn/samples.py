@@ -54,8 +54,8 @@ def minibatch_of(
     kl_coef: float,
     aggregate: Aggregate,
 ) -> Experience:
-    """Samples with their tokens' log-probs, weights and advantages, on a device. All numbers are
-    uploaded at once, beside the token ids.
+    """Samples with their tokens' log-probs, weights and advantages, on a device. One transfer takes
+    all these numbers there; token ids and masks go apart from it.
 
     Args:
         kl_coef: β of the KL to the reference in the loss, where the reference's log-probs are

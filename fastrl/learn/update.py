@@ -72,7 +72,7 @@ class HasGradient(Protocol):
 
 @dataclass
 class UpdateRecord:
-    """Statistics of an update, on the device, of mini-batches whose loss is finite."""
+    """Statistics of an update; its tensors, on the device, are of mini-batches with finite loss."""
 
     names: Sequence[str] = ()  # of the statistics
     minibatches: list[Tensor] = field(default_factory=list)  # each [len(names)]

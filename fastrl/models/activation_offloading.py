@@ -114,7 +114,7 @@ def activation_offloading(wanted: bool, device: torch.device, spread: bool = Fal
         spread: whether FSDP2 spreads the weights over processes.
 
     Raises:
-        ValueError: wanted for spread weights, which are saved like activations while whole.
+        ValueError: wanted for spread weights, which, once gathered, are saved like activations.
     """
     if not wanted:
         return lambda model: contextlib.nullcontext()

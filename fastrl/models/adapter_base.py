@@ -24,9 +24,9 @@ from fastrl.models.multimodal import CLASSIFIER_HEADS
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WRAPPERS = (".base_layer", ".original_module", ".token_adapter")  # PEFT's, in names of weights
-# Values of init_lora_weights that subtract the adapter's first product from the base's weights;
-# then those that PEFT cannot repeat as it loads an adapter, since it draws a projection, or wants
-# data.
+# Beginnings of the values of init_lora_weights that subtract the adapter's first product from the
+# base's weights; then of those that PEFT cannot repeat as it loads an adapter, since they draw a
+# projection, or want data.
 _MOVE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _NOT_REPEATED = ("pissa_niter", "corda", "lora_ga")
 

@@ -79,7 +79,7 @@ def adapter_dropout(model: Any) -> float:
 
 def virtual_tokens(model: Any) -> int | None:
     """The number of positions by which a model's prompt learning shifts its output; 0 where the
-    learned vectors are keys and values, and no positions; None without prompt learning.
+    learned vectors are a cache's keys and values, which add none; None without prompt learning.
 
     Raises:
         ValueError: another kind of prompt learning, or an adapter beside it.

@@ -34,7 +34,7 @@ def asked_once(check: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
 
 
 def answers_kept() -> AbstractContextManager[None]:
-    """Context in which a check's answers are kept, also by nested contexts. What they depend
+    """Context in which checks' answers are kept; nested contexts share them. What an answer depends
     on beside the model, such as autocast, has to be the same throughout."""
     before = _answers.get()
     return variable_set(_answers, {} if before is None else before)

@@ -72,6 +72,6 @@ def latent_layers(model: nn.Module) -> dict[int, Any]:
 
 
 def latents_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which the model's attention gets latents, and ``Variant.latents`` is set."""
+    """Context in which the model's attention gets latents, and its layer's :class:`Latents`."""
     layers = latent_layers(model).values()
     return attributes_set(*((module, "expand_kv", Latents(module)) for module in layers))

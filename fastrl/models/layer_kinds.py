@@ -1,4 +1,4 @@
-"""The kinds of layers that packed rows and slots of rollouts run: one table.
+"""The kinds of layers that can run on packed rows and in slots of rollouts: one table.
 
 A model runs packed, and in the rollout engine, if each of its layers is of a kind in this table and
 its results are those of plain forwards. The results are compared by running it, see

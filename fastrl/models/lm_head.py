@@ -198,9 +198,9 @@ def choose_head(model: Any, inputs: Inputs) -> Head:
 
     ``inputs`` is a small batch for the comparison. A warning says why not the head before it.
 
-    A product of other rows may be summed in another order, and be rounded to the next number of the
-    head's dtype: log-probs and entropies may be off by as much as that at the largest logit, where
-    it is more than the tolerance.
+    On fewer rows than all, the head's product may be summed in another order, and be rounded to the
+    next number of its dtype: log-probs and entropies may be off by the largest logit's rounding,
+    where that is more than the tolerance.
     """
     ids = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]
     rows = torch.arange(ids.numel(), device=ids.device)[ids.numel() // 2 :]

@@ -94,7 +94,7 @@ def load_language_model(
 
     Args:
         loader: transformers' class for the model's kind, which has ``from_pretrained``.
-        trainable: whether an adapter that is loaded is trained on; a whole model always can be.
+        trainable: whether a loaded adapter is trained further; a whole model always can be.
         whole: whether this process loads the weights, whatever FSDP2 does.
         options: options of ``from_pretrained``, such as ``dtype`` (float32 unless given; that of an
             adapter's weights is at least float32), ``attn_implementation`` and
@@ -356,7 +356,7 @@ class _Checkpoint:
     def load(
         self, loader: Any, *model_args: Any, trainable: bool, **more: Any
     ) -> tuple[Any, list[str]]:
-        """The model, and the names of weights that neither the checkpoint nor the adapter has."""
+        """The model, and names of weights that no file has, neither an adapter's nor its base's."""
         name, options = self.folder, dict(self.options)
         saved: dict[str, Any] = {}
         if self.adapter is not None:

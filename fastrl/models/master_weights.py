@@ -248,10 +248,10 @@ class MasterWeights(torch.optim.Optimizer):
 
 def with_master_weights(optimizer: Any, on_host: bool = False) -> Any:
     """The optimizer over float32 masters of its low-precision weights; the optimizer itself where
-    it has no such weights, or handles their rounding.
+    it has no such weights, or handles their rounding, unless ``on_host``.
 
     Args:
-        on_host: keep masters of all weights and moments in host memory.
+        on_host: keep masters of all weights, and the moments, in host memory.
     """
     if isinstance(optimizer, MasterWeights):
         return optimizer

@@ -543,13 +543,13 @@ def _equal(runs: Runs) -> Iterator[_KernelCall]:
         q, k = q + count * of_queries, k + count * of_keys
 
 
-_QUERIES = 128  # queries of a block, which attends the keys of a window before them
+_QUERIES = 128  # the most queries of a block, see _near
 
 
 def _near(runs: Runs) -> Iterator[_KernelCall]:
-    """Calls of causal runs that have a window, or more keys than queries. Runs of as many keys that
-    fit in the window stay whole; others are cut into blocks of queries, each with all keys that its
-    queries attend to. Blocks of one size share a call."""
+    """Calls of causal runs that have a window, or more keys than queries. Runs with as many keys as
+    queries that fit in the window stay whole; others are cut into blocks of queries, each with all
+    keys that its queries attend to. Blocks of one size share a call."""
     whole: list[tuple[int, int, int]] = []
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     starts = zip(_starts(runs.queries), _starts(runs.keys), strict=True)

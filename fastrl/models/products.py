@@ -54,8 +54,8 @@ class Products:
 
     def adopt(self, machine: Mapping[str, Any]) -> None:
         """Takes over the libraries of a run that goes on here, from what it recorded of its machine
-        (:func:`fastrl.run.machine.machine`); also within :meth:`on`. One that cannot be used here
-        is replaced, with a warning."""
+        (:func:`fastrl.run.machine.machine`), for an :meth:`on` that has begun, too. A library that
+        cannot be used here is replaced, with a warning."""
         before = dict(self.choices)
         self.choices.update(gemm.checked(machine.get("products", {}), "the run so far"))
         named = gemm.forced()
@@ -134,7 +134,7 @@ class _PackedForward(_Forward):
 
 
 def _rows(layer: Any) -> Tensor:
-    """The weight as [N, K]."""
+    """The weight as [outputs, inputs]."""
     return layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
 
 

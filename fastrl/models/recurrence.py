@@ -20,7 +20,7 @@ from fastrl.models.delta_rule import CHUNK, chunked_delta_rule
 from fastrl.models.packed_parts import PackedParts, Parts
 
 NO_LIMIT = (0.0, float("inf"))  # limits of time steps that limit nothing
-_LEAST, _MOST = 16, 64  # tokens of a chunk: longer ones waste products
+_LEAST, _MOST = 16, 64  # tokens of a chunk; within longer ones more is multiplied than needed
 
 
 def convolved(

@@ -180,7 +180,7 @@ def check_trainable(model: nn.Module, but: str = "") -> None:
 
 def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> None:
     """Warns where trainable weights are bf16 or fp16: changes of a weight below half the dtype's
-    spacing (2^-9 and 2^-12 of the weight) are rounded away.
+    spacing (2^-9 to 2^-8 of a weight in bf16, 2^-12 to 2^-11 in fp16) are rounded away.
 
     Args:
         remedy: how the trainer computes in low precision over float32 weights.

@@ -211,7 +211,8 @@ class PreTrainedModelWrapper(nn.Module):
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
-            self.scorer.choose(self.pretrained_model, inputs)  # runs all layers
+            # Before layers are skipped: the first call runs them all.
+            self.scorer.choose(self.pretrained_model, inputs)
             inputs |= {"attention": attention, "routing": routing}
             with self._starting_at(boundary):
                 scored = self.scorer(self.pretrained_model, inputs, scoring)
@@ -504,8 +505,8 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
 
 class CausalLMPolicy(PreTrainedModelWrapper):
-    """Any Hugging Face causal LM (``.pretrained_model``) for trainers that learn no values: those
-    with groups' baselines, or preferences.
+    """Any Hugging Face causal LM (``.pretrained_model``) as a policy that learns no values: where
+    the method needs none, or a critic beside the policy learns them.
 
     Every value is 0. Checkpoints are the language model's own; arguments and errors are those of
     :class:`PreTrainedModelWrapper`.

@@ -26,7 +26,7 @@ class ClassifierReward:
     whole conversation in the classifier's own chat template, to which the data's columns ``tools``
     and ``chat_template_kwargs`` go.
 
-    A reward model that was trained here gets the token ids that it was trained on: prompt and
+    A reward model that fastrl trained gets the token ids that it was trained on: prompt and
     completion tokenised apart, and EOS after a whole completion if it was trained with it, see
     :mod:`fastrl.data.reads_eos`. Longer inputs than the model's context lose the prompt's beginning
     first. Other classifiers get prompt and completion as one text, tokenised and truncated by their

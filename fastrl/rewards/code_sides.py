@@ -199,7 +199,7 @@ def _change(mine: Any, after: Any) -> None:
 
 
 def _error(kinds: list[str], message: str) -> Exception:
-    """An exception with this message: of the first of ``kinds`` that is a builtin exception."""
+    """A builtin exception with this message, the first possible of ``kinds``; else RuntimeError."""
     for name in kinds:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):

@@ -3,8 +3,8 @@
 A reward function is called as ``reward_fn(prompts=, completions=, completion_ids=, **columns)`` and
 returns one number per completion, or for each a list of one number for each of its tokens;
 ``columns`` are the other columns of the data set. Prompts and completions are texts; where prompts
-are chats, both are lists of messages, as in TRL 1.x. It may be an ``async def``, and return None
-for a completion that it does not judge. A run calls its functions through
+are chats, both are lists of messages, as in TRL 1.x. The function may be an ``async def``, and
+return None for a completion that it does not judge. A run calls its functions through
 :class:`fastrl.rewards.weighted.Rewards`.
 """
 

@@ -98,8 +98,8 @@ class JudgeAnnotator:
             (judges favour positions, arXiv:2306.05685).
         unparsed: what becomes of pairs with an unreadable answer: "refuse" raises, "skip" leaves
             them out, "tie" counts them as ties.
-        unparsed_score: the score of a response whose answer cannot be parsed, unless that is
-            refused.
+        unparsed_score: the score of a response whose answer cannot be parsed, unless ``unparsed``
+            is "refuse"; None: such an answer is an error.
 
     Raises:
         ValueError: a template without a field for each response; an unknown ``unparsed``.
@@ -275,7 +275,7 @@ def _check_template(name: str, template: str, places: Sequence[str]) -> None:
 
 
 def _filled(template: str, columns: dict[str, Any], **texts: list[TextOrMessages]) -> list[str]:
-    """The template filled with the texts of each row, or of its messages; these may hold braces."""
+    """The template, filled with the texts and columns of each row; messages are made texts."""
     rows = zip(*(map(as_text, column) for column in texts.values()), strict=True)
     filled = []
     for i, row in enumerate(rows):

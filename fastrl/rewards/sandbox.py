@@ -33,12 +33,12 @@ class Sandbox:
     It needs Linux, and where programs are isolated what :func:`check_isolation` looks for.
 
     Attributes:
-        seconds: the processor time that each process may take; by the clock it may take twice as
-            long.
+        seconds: the processor time that each process may take; by the clock a program may take
+            twice as long.
         memory: bytes of address space, of each process.
-        disk: bytes of its folder, and of each file.
-        processes: the number of processes, threads among them, that it may have at a time.
-        output: the bytes that are read of its stdout; a program that writes more is ended.
+        disk: bytes of a program's folder, and of each file.
+        processes: the number of processes, threads among them, that a program may have at once.
+        output: the bytes that are read of a program's stdout; one that writes more is ended.
         isolated: False gives programs this process's rights, without its environment; there are
             then no limits of processes, nor of the folder.
     """
@@ -82,7 +82,7 @@ class Sandbox:
         Args:
             source: Python, as ``python -c`` takes it.
             arguments: of the program.
-            files: numbers of files that it has, too.
+            files: descriptors of open files that it inherits, beside its standard streams.
         """
         with nullcontext("/") if self.isolated else tempfile.TemporaryDirectory() as folder:
             child = self._start(source, arguments, files, stdin, stdout, folder)
@@ -158,7 +158,7 @@ class Sandbox:
 
 @contextmanager
 def in_memory(content: bytes) -> Iterator[int]:
-    """The number of a file without a name that holds ``content``, to be read from its start."""
+    """The descriptor of a nameless file that holds ``content``, to be read from its start."""
     with os.fdopen(os.memfd_create("fastrl"), "wb") as file:
         file.write(content)
         file.flush()
@@ -224,6 +224,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.terminate()
         try:
             child.wait(_GRACE)
-        except subprocess.TimeoutExpired:  # a program that is not isolated can stop it
+        except subprocess.TimeoutExpired:  # a program that is not isolated can suspend the child
             child.kill()
             child.wait()

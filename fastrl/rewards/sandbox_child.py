@@ -1,9 +1,9 @@
 """The process that shuts a program in: it makes the sandbox, waits for the program, and ends it.
 
 ``python sandbox_child.py JSON`` is started by :mod:`fastrl.rewards.sandbox` and needs the standard
-library alone. For an isolated job it makes new namespaces (man 7 namespaces), stays outside that of
-processes, and forks process 1 of that, which forks the program; when process 1 ends, the kernel
-kills all others there, in any session. How the program ended is written to this process's stderr.
+library alone. For an isolated job it makes new namespaces (man 7 namespaces), stays outside of the
+PID namespace, and forks its process 1, which forks the program; when process 1 ends, the kernel
+kills all others of that namespace, in any session. How the program ended is written to stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x200000
 NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 2, 4, 32, 4096, 16384, 1 << 18  # flags of mount(2)
 READ_ONLY = 1  # a flag of mount(2) and mount_setattr(2), as NOSUID and NODEV
 PDEATHSIG, DUMPABLE, CAPBSET_DROP, NO_NEW_PRIVS = 1, 4, 24, 38  # options of prctl(2)
-MOUNT_SETATTR = 442  # a system call's number on every processor; that of the next differs
+MOUNT_SETATTR = 442  # this system call's number on every processor; pivot_root's differs
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -68,14 +68,14 @@ def main() -> None:
 
 def isolate(job: dict[str, Any]) -> None:
     """Makes new namespaces: processes that are forked from now on see a root of read-only libraries
-    and an empty folder, no other process, and no network.
+    and an empty folder, no processes but each other, and no network.
 
     Raises:
-        OSError: the kernel, or what this machine is in, does not allow it; ``filename`` says what.
+        OSError: the kernel, or a container around us, does not allow it; ``filename`` says what.
     """
     ready, go = os.pipe()
     mapper = os.fork()
-    if mapper == 0:  # by a process outside: root may map more users than itself
+    if mapper == 0:  # users are mapped from outside, where root may map other users, too
         os.close(go)
         os.read(ready, 1)
         os._exit(map_users(os.getppid()))
@@ -112,9 +112,9 @@ def isolate(job: dict[str, Any]) -> None:
 
 
 def map_users(process: int) -> int:
-    """Maps the users of a process's new namespace; returns an error number. Root's program becomes
-    the user nobody, whose processes the kernel counts; another user's program has no rights but
-    that user's."""
+    """Maps the users of a process's new namespace; returns an error number, or 0. Root's program
+    becomes the user nobody, whose processes the kernel counts; another user's program has no rights
+    but that user's."""
     user, group = os.geteuid(), os.getegid()
     maps = [(f"{NOBODY} {user} 1", f"{NOBODY} {group} 1")]
     if user == 0:

@@ -66,7 +66,7 @@ def make_regex_reward(pattern: str, *, full: bool = False, seconds: float = 1.0)
         seconds: the longest time for one response.
 
     Raises:
-        ValueError: a pattern that is none, seconds that are not positive.
+        ValueError: a pattern that is no regular expression, seconds that are not positive.
     """
     try:
         re.compile(pattern)

@@ -39,7 +39,7 @@ from fastrl.user_code import name_of, own_copy, running
 _Given = RewardFunction | str  # the name of a ready reward
 RewardFunctions = _Given | Sequence[_Given] | Mapping[str, _Given]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before the first retry, doubled for each other
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a retry; each pause doubles the last
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Rewards:
         left_out: Collection[int] = (),
         also: Mapping[str, Any] | None = None,
     ) -> RewardBatch:
-        """Rewards of B samples; each argument has one element for each.
+        """Rewards of B samples; arguments but ``left_out`` and ``also`` have an element for each.
 
         Args:
             also: further arguments, the same for all samples.

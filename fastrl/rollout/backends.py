@@ -21,7 +21,7 @@ from fastrl.rollout.generation_kwargs import sampling_params
 from fastrl.rollout.sampling_params import draw_seed
 from fastrl.samples import Room, Samples
 
-RoomState = dict[str, dict[str, int]]  # slots and length by role, "policy" or "reference"
+RoomState = dict[str, dict[str, int]]  # an engine's Room by role, "policy" or "reference"
 
 
 class Request(NamedTuple):

@@ -17,7 +17,7 @@ _TIMES = 3
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of weights that a decode step reads; of embedding tables it reads rows alone."""
+    """Bytes of weights that a decode step reads, without the few rows of embedding tables."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tables -= {id(head.weight)}
@@ -25,7 +25,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
-    """Bytes of keys, values and states that all decode steps of some samples read and write.
+    """Bytes that decode steps of some samples read of keys and values, and read or write of states.
 
     Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads p + t tokens, or
     the last of them where a layer has a window.

@@ -45,8 +45,8 @@ KINDS = 8  # kinds of calls whose graphs are kept
 
 
 class GraphRunner(StepRunner):
-    """Captures the step once per bucket, lazily, in one memory pool, and replays the graphs. The
-    runner's device must be torch's current one.
+    """Captures the step once per bucket, a number of slots, as it is first run, in one memory pool,
+    and replays the graphs. The runner's device must be torch's current one.
 
     A graph contains addresses and numbers: calls with other logits processors are of another kind,
     and have other graphs. The graphs of the last :data:`KINDS` kinds are kept. All are captured

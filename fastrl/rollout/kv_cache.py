@@ -224,7 +224,7 @@ class Slots:
 
         self.state = SlotState(*(zeros() for _ in SlotState._fields))
         self.state.reason.fill_(IDLE)
-        # The buffer has one column more than needed: rows that have ended write there.
+        # Both buffers have one column more than needed: rows that have ended write there.
         self.tokens = torch.zeros(slots, length + 1, dtype=torch.long, device=device)
         self.per_token = torch.zeros(len(FIELDS), slots, length + 1, device=device)
         self.seen: Tensor | None = None  # [S, V] bool, tokens that occurred

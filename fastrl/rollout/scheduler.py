@@ -141,7 +141,7 @@ class Scheduler:
 
     def advance(self, steps: int) -> list[int]:
         """Counts decode steps; returns the slots whose samples have reached their limit."""
-        self._left.clear()  # steps write there
+        self._left.clear()  # decode steps may write over these prompts
         self._idled += steps * self.slots.count(None) if self.waiting else 0
         self.decode_steps += steps
         self.rows_run += steps * self.bucket

@@ -413,7 +413,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def warn_of_another_machine(manifest: dict[str, Any]) -> None:
-    """Warns where results may differ in their last bits from those of the run so far."""
+    """Warns where machine or versions are not the checkpoint's; says what may differ for it."""
     before, now = manifest["machine"], machine()
     changes = [*differences(manifest["versions"], versions()), *differences(before, now)]
     if changes:
@@ -429,7 +429,7 @@ def warn_of_another_machine(manifest: dict[str, Any]) -> None:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the settings in which a run differs from a checkpoint's run."""
+    """Names of settings that differ from a checkpoint's, but those of ``OF_CODE`` that it lacks."""
     return [
         name
         for name in dict.fromkeys([*before, *now])

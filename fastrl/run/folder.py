@@ -23,7 +23,8 @@ class RunFolder:
     """The folder of a run; all training commands write files of these names.
 
     ================== ============================================================================
-    ``run.json``       command, title, job, settings, working directory, hashes of users' code
+    ``run.json``       command, title, "job" (the command's settings), "settings" (the trainer's),
+                       working directory, hashes of users' code
     ``metrics.jsonl``  one JSON object per log and per evaluation, appended during the run
     ``logs/``          files of trackers
     ``checkpoints/``   see :class:`fastrl.run.checkpoints.Checkpoints`

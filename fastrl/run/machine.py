@@ -85,7 +85,7 @@ def write_products(measured: Mapping[str, Any]) -> Path:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The differences between two machines, as "name: before → now"."""
+    """The differences between two machines, or their versions, as "name: before → now"."""
     names = dict.fromkeys([*before, *now])
     return [
         f"{name}: {before.get(name)} → {now.get(name)}"
@@ -95,7 +95,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Environment variables that make :func:`machine` what it was, as "NAME=value"; or ""."""
+    """Environment variables that restore what they can of :func:`machine`: "NAME=value", or ""."""
     variables = []
     if before.get("threads") != now.get("threads") and before.get("threads"):
         variables.append(f"OMP_NUM_THREADS={before['threads']}")

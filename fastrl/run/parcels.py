@@ -59,7 +59,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is not Tensor or value.layout != torch.strided:
             return None
         self.tensors.setdefault(value.dtype, []).append(value)
-        return value.dtype  # dtypes come in the order of the values
+        return value.dtype  # loading asks for a dtype's tensors in this same order
 
 
 class _Unpickler(pickle.Unpickler):

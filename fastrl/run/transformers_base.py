@@ -374,7 +374,7 @@ class OpenTrainer(transformers.Trainer):
         """Loads the state of optimizer and schedule."""
         super()._load_optimizer_and_scheduler(str(checkpoint))
 
-    # Attributes.
+    # What reads and sets private attributes of transformers' Trainer and of accelerate.
 
     @property
     def loss_since_log(self) -> Tensor:

@@ -84,7 +84,7 @@ class BaseTrainer(OpenTrainer):
     A checkpoint has what transformers saves and, in a folder ``process-N`` for each process, what
     later steps and logs depend on too: the loss since the last log, the place in the data, what
     subclasses add in :meth:`own_state`, and what must be the same in the run that resumes. It is
-    written to another folder, gets a manifest, and then its name.
+    written under a temporary name, and gets its own after its manifest.
 
     Checkpoints are written where a resumed run's next step is the same: after an epoch's evaluation
     and where :meth:`at_rest` is true. After an exception (see
@@ -97,7 +97,7 @@ class BaseTrainer(OpenTrainer):
 
     Attributes:
         kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
-        saves_when_it_fails: whether exceptions save a checkpoint; by default if others are saved.
+        saves_when_it_fails: whether exceptions save a checkpoint; by default if training saves any.
         computed_columns: columns that the trainer adds to data sets; fingerprints leave them out.
         method: the training method that the model card names.
 
@@ -216,8 +216,7 @@ class BaseTrainer(OpenTrainer):
         return {**states[0], "metrics": {"tokens": tokens}}
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
-        """Readies the trainer before transformers' loop; the model still has the weights that it
-        was given.
+        """Readies the trainer before transformers' loop; a checkpoint's weights are not loaded yet.
 
         Args:
             resumed: the checkpoint's "own", its :meth:`own_state`, and "place", the "epoch" and how
@@ -251,7 +250,7 @@ class BaseTrainer(OpenTrainer):
         """Whether a run can be resumed from here, between two steps."""
         return True
 
-    # Finding, checking and loading.
+    # Training from its beginning or a checkpoint, with its logs and passes.
 
     def train(
         self,
@@ -274,7 +273,8 @@ class BaseTrainer(OpenTrainer):
                 model or data set made; nothing has changed then.
             FloatingPointError: a loss or gradient that is not finite, see ``args.on_nonfinite``.
             KeyboardInterrupt: Ctrl-C or SIGTERM, with the state saved if checkpoints are written;
-                after SIGTERM it is a SystemExit, too, of status 143. A second Ctrl-C saves nothing.
+                after SIGTERM the same exception is also a SystemExit of status 143. A second Ctrl-C
+                saves nothing.
         """
         if self._says_precision and self.is_world_process_zero():
             tqdm.write(BY_DEFAULT)
@@ -469,7 +469,7 @@ class BaseTrainer(OpenTrainer):
         finally:
             spread(plain_model(self.accelerator, self.model))
 
-    # Weights and optimizer.
+    # The plan of memory, weights and optimizer.
 
     @property
     def of_a_command(self) -> bool:
@@ -646,7 +646,7 @@ class BaseTrainer(OpenTrainer):
         told = {"method": self.method, "settings": self.card_settings(), **told}
         card_of_trainer(folder, name, model, history, told)
 
-    # Checkpoints.
+    # What processes agree on between two steps, and the count of mini-batches.
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
@@ -753,8 +753,8 @@ class BaseTrainer(OpenTrainer):
             self.push_checkpoint(self.checkpoints.path(step))
 
     def store_flos(self) -> None:
-        """Adds the floating-point operations of all processes since the last call. A main process
-        that saves alone counts its own for each process."""
+        """Adds the floating-point operations of all processes since the last call to the trainer's
+        state. A main process that saves alone counts its own for each process."""
         if self._run.alone:
             self.state.total_flos += self.current_flos * self.processes.count
             self.current_flos = 0

@@ -61,10 +61,10 @@ class Driven(Protocol):
 class Driver:
     """Drives a run: each step is fed, learned, recorded, evaluated and saved, in this order.
 
-    Ctrl-C and SIGTERM wait for a step's end, in all processes; but several processes break off
-    sampling, as after an exception. After an exception in a step that has not changed the weights,
-    the state before the step is saved; after an exception in what follows a step, such as its
-    evaluation, the state after the step. A second Ctrl-C saves nothing.
+    Ctrl-C and SIGTERM wait for a step's end, in all processes; but in a run of several they break
+    off sampling, as an exception does. After an exception in a step that has not changed the
+    weights, the state before the step is saved; after an exception in what follows a step, such as
+    its evaluation, the state after the step. A second Ctrl-C saves nothing.
     """
 
     def __init__(self, run: Driven):
@@ -75,7 +75,7 @@ class Driver:
         """Context of the whole run.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C or SIGTERM; after SIGTERM also a SystemExit, with status 143.
+            KeyboardInterrupt: Ctrl-C or SIGTERM; after SIGTERM it is a SystemExit, too, status 143.
         """
         with stop_at_a_steps_end():
             try:

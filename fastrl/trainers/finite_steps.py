@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 ON_NONFINITE = ("skip", "raise")
-MOST_IN_A_ROW = 20  # steps; after so many the weights, not the data, are the cause
+MOST_IN_A_ROW = 20  # steps left out; with so many the weights, not the data, are the cause
 
 
 @dataclass

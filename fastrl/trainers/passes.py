@@ -57,8 +57,8 @@ def check_sizes(sizes: Iterable[int], most: int, name: str, data: str = "trainin
 
 
 def on_all_processes(parts: list[T], processes: Processes) -> list[tuple[T, bool]]:
-    """The parts of a batch, each with whether it counts. All processes get as many, because they
-    wait for each other in every part: one with fewer repeats its first, which does not count."""
+    """The parts of a batch, each with whether it counts. All processes get the same number, as they
+    wait for each other in every part: one with fewer repeats its first; repeats do not count."""
     most = max(processes.objects(len(parts)))
     return [(part, True) for part in parts] + [(parts[0], False)] * (most - len(parts))
 
@@ -97,7 +97,7 @@ class DeferredGradients:
 
     With s_k(θ) the scores of pass k, ∇L = Σ_k ∂s_k/∂θ·∂L/∂s_k: the scores are computed without a
     gradient first, the loss gives ∂L/∂s, and :meth:`backward` runs each pass again, with its
-    ∂L/∂s_k. It is exact, and costs another forward; a batch of one pass is computed at once.
+    ∂L/∂s_k. It is exact, and costs another forward; one pass is computed with its gradient, once.
 
     Args:
         model: the model as accelerate has wrapped it.

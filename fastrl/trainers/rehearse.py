@@ -44,8 +44,8 @@ _NOT_REHEARSED: dict[str, Any] = {
     **dict.fromkeys(("resume_from_checkpoint", "dataset_num_proc", "evaluation_strategy")),
     **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # of the run's tokenizer
 }
-# Settings of PPO's: nothing acts outside of this process, a critic is built, not read, and learns
-# from the first step on with the policy, and nothing is taken over from rollouts.
+# Settings of a rehearsal of PPO: nothing acts outside of this process, a critic is built, not read,
+# and learns from the first step on with the policy, and nothing is taken over from rollouts.
 _NOT_OF_PPO: dict[str, Any] = {
     **dict.fromkeys(("log_with", "critic", "forward_batch_size", "optimize_cuda_cache")),
     **{"push_to_hub_if_best_kwargs": {}, "optimize_device_cache": False},
@@ -86,7 +86,7 @@ class Stage:
 
     @property
     def size(self) -> int:
-        """Samples of a batch."""
+        """Examples of a batch."""
         return self.settings.per_device_train_batch_size
 
     @property
@@ -96,7 +96,7 @@ class Stage:
 
     @property
     def count(self) -> int:
-        """Samples of a rehearsal."""
+        """Examples of a rehearsal."""
         return OPTIMIZER_STEPS * self.size * self.accumulated
 
     def arguments(self, **changed: Any) -> Any:
@@ -217,7 +217,7 @@ def plan_of(
 
 
 def tokens_of(trainer: Any, lengths: Sequence[int]) -> tuple[int, int]:
-    """Tokens of a mini-batch of texts of ``sum(lengths)`` tokens, and of texts no pass splits."""
+    """Tokens of a mini-batch, and of its smallest pass, of texts of ``sum(lengths)`` tokens."""
     whole, unsplit = trainer.rehearsed_as.samples(trainer)
     return whole * sum(lengths), unsplit * sum(lengths)
 

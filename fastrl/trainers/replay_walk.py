@@ -1,5 +1,5 @@
 """A run that is walked again by its ledger: what the walks of all trainers have in common. Each
-trainer has a subclass of :class:`Walk`."""
+kind of trainer that keeps a ledger has a subclass of :class:`Walk`."""
 
 from __future__ import annotations
 

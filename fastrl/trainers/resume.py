@@ -48,7 +48,7 @@ class Resuming:
         joined: makes one state of a trainer from the states that several processes saved.
         check_foreign: raises BadCheckpoint where the trainer cannot go on from a checkpoint that
             transformers alone has written.
-        adopt: gets facts of the checkpoint's machine, and takes over its choice of libraries.
+        adopt: gets facts of the checkpoint's machine; takes over its libraries of matrix products.
     """
 
     identity: Mapping[str, Any]
@@ -174,7 +174,7 @@ def clear_the_way(
     *,
     saves: bool,
 ) -> None:
-    """Moves records and checkpoints of steps that will be done again, or of another run.
+    """Moves aside records and checkpoints of steps to be done again, or of another run.
 
     Args:
         checkpoint, state: what the run resumes from; None: it begins anew.
@@ -199,5 +199,5 @@ def clear_the_way(
 
 
 def _count_of(state: Mapping[str, Any]) -> int:
-    """How many processes the run had that saved a state."""
+    """The number of processes of the run that a state is from."""
     return state.get("processes", state["identity"].get("processes"))

@@ -24,7 +24,7 @@ from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.processes import Processes
 from fastrl.run.state import load_tree, save_tree
 
-SHARES = "shares"  # folder of a checkpoint
+SHARES = "shares"  # a folder in a checkpoint
 _OF_TORCH = ("pytorch_model_fsdp_0", "optimizer_0")  # folders that torch's own checkpoints have
 
 

@@ -10,7 +10,7 @@ from fastrl.data.vocabulary import embedding_rows
 
 def settle_tokenizer(tokenizer: Any, args: Any) -> None:
     """Gives a tokenizer the settings' ``chat_template_path``, ``eos_token`` and ``pad_token``.
-    Where the path is another tokenizer's, its EOS is taken, and its added tokens that are new.
+    Where the path is another tokenizer's, its new added tokens are taken, and its EOS by default.
 
     Raises:
         ValueError: a token that the tokenizer does not have, a tokenizer without a template.

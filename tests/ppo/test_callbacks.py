@@ -116,7 +116,6 @@ def test_metrics_are_written_though_a_callback_fails(tmp_path, event):
         setattr(broken, event, tired)
         arguments = {"output": str(tmp_path / name), "save_every": 3, "eval_every": 1}
         arguments |= {"eval_prompts": ["w4"], "callbacks": [broken]}
-        rewards = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
         for resume in (False, True)[: 1 + fails]:
             policy = tiny_models.policy()
             one = PPOTrainer(PPOConfig(batch_size=2, ppo_epochs=1), policy, None, tiny.tokenizer())

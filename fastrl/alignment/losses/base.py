@@ -44,7 +44,7 @@ class Loss(ABC):
         backward: ``backward(minibatches, model, accelerator, optimizer)`` leaves the gradient of a
             whole optimizer step in the weights, or none if the step should be skipped; returns the
             mean :class:`LossOutput`, and whether the rest of the batch is to be skipped. The
-            trainer takes the step. None: the trainer computes the gradient of the call.
+            trainer takes the step. None: the trainer computes the gradient of what a call returns.
     """
 
     name: ClassVar[str]

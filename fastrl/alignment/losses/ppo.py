@@ -27,7 +27,7 @@ from fastrl.run.processes import processes_of
 from fastrl.run.random_state import seed_at
 from fastrl.trainers.ppo import method
 
-# Coefficients that are settings of PPOConfig under the same names.
+# Fields of the loss that are settings of PPOConfig under the same names.
 _SHARED_SETTINGS = (
     *("gamma", "lam", "cliprange", "cliprange_value", "vf_coef", "temperature"),
     *("ratio_threshold", "early_stopping", "target_kl"),
@@ -127,8 +127,8 @@ class PPO(Loss):
         return self.epochs * self.mini_batches
 
     def minibatches(self, batch: Batch, policy: Any, reference: Any) -> Iterator[Batch]:
-        """Computes the batch's experience once; then yields its mini-batches, in another order
-        every epoch."""
+        """Computes the batch's experience once; then yields mini-batches of its samples, which are
+        shuffled anew every epoch."""
         batch = batch.whole
         experience = self._experience(batch, policy, reference)
         size = batch.size // self.mini_batches
@@ -182,7 +182,7 @@ class PPO(Loss):
 
     @torch.no_grad()
     def _experience(self, batch: Batch, policy: Any, reference: Any) -> Experience:
-        """Scores a batch, and makes its rewards with the KL penalty, advantages and returns."""
+        """Scores a batch; makes its rewards, with the KL penalty, and from them its advantages."""
         tokens, config = policy.tokens(batch), self._settings
         compared = NoRefModel() if reference is None else reference.reference
         penalty = make_kl_penalty("kl", compared)

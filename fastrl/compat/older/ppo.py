@@ -43,8 +43,7 @@ _IDS, _QUERY = "input_ids", "query_ids"  # a row's columns, for the policy and f
 
 class PPOv2Trainer:
     """PPO of a language model with a reward model and a value model of its own: the PPOTrainer of
-    TRL 0.12 to 1.9 (PPOv2Trainer before), run by :class:`fastrl.PPOTrainer` in its attribute
-    ``ppo``.
+    TRL 0.12 to 1.9 (PPOv2Trainer before). Its ``ppo``, a :class:`fastrl.PPOTrainer`, runs it.
 
     Each batch of prompts is answered, scored by the reward model, and learned from in
     ``num_ppo_epochs`` epochs; a token's reward is -β·KL, plus the score for the last token.
@@ -66,7 +65,7 @@ class PPOv2Trainer:
 
     Raises:
         TypeError: arguments by unknown names; a model that is missing or has no use.
-        ValueError: one model for values and rewards; a missing column; sizes that do not divide.
+        ValueError: one model for values and rewards; a data set without ``input_ids``.
     """
 
     has_values: ClassVar[bool] = True
@@ -129,7 +128,7 @@ class PPOv2Trainer:
         policy = CausalLMPolicy(with_adapter(model, peft_config))
         config = self.args.classic()
         optimizer, scheduler = optimizers
-        if optimizer is not None:  # the config's optimizer would not act
+        if optimizer is not None:  # PPOTrainer refuses another optim, or arguments, beside it
             config = dataclasses.replace(config, optim="adam", optim_args=None)
         self.num_total_batches = self._batches(len(prompts))
         schedule = functools.partial(
@@ -185,8 +184,8 @@ class PPOv2Trainer:
     def train(self) -> Any:
         """Trains on ``total_episodes`` samples, or until a callback sets
         ``control.should_training_stop``; returns a :class:`fastrl.TrainResult`. Metrics and
-        checkpoints are in ``output_dir``, see :class:`fastrl.run.folder.RunFolder`, or if that has
-        files already in a new folder within it, ``run-1`` or a later one."""
+        checkpoints are in ``output_dir``, see :class:`fastrl.run.folder.RunFolder`; if it has files
+        already, they are in a new folder within it, ``run-1`` or a later one."""
         args = self.args
         held_out = self.eval_prompts
         shown = args.num_sample_generations if held_out is not None else 0
@@ -234,8 +233,8 @@ class PPOv2Trainer:
         query_ids: Sequence[Sequence[int]],
         **_: Any,
     ) -> list[float]:
-        """Returns the reward model's score of each prompt with its response. Where the model has a
-        record of its training, a response that ended gets or loses its EOS by that."""
+        """Returns the reward model's score of each prompt with its response. Where it is recorded
+        whether the model reads EOS, a response that ended gets or loses its EOS accordingly."""
         model, size = self.reward_model, self.args.local_rollout_forward_batch_size
         pairs = zip(query_ids, map(self._as_trained, completion_ids), strict=True)
         rows = [torch.tensor([*query, *response]) for query, response in pairs]
@@ -305,7 +304,7 @@ def _prompts(dataset: Any, name: str) -> Dataset:
 
 
 class _Transformers(TrainCallback):
-    """Calls transformers' callbacks, and has the value model follow the schedule."""
+    """Calls transformers' callbacks, and gives the value model the policy's learning rate."""
 
     def __init__(self, trainer: PPOv2Trainer):
         self.older = trainer

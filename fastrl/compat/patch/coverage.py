@@ -1,4 +1,4 @@
-"""Calls of TRL's functions that the ops cover, and the dtype of TRL's results."""
+"""Which calls of TRL's functions fastrl_kernels' ops cover, and the dtype of TRL's results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def has_one_index(logits: Tensor, index: Any) -> bool:
 
 
 def softmax_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype of log_softmax(logits): that of the logits, or fp32 under autocast."""
+    """The dtype of log_softmax(logits): that of the logits, or fp32 under autocast on a GPU."""
     if logits.dtype == torch.float32:
         return torch.float32
     return F.log_softmax(logits.detach().new_empty(0, 1), dim=-1).dtype

@@ -68,7 +68,7 @@ class Replacement:
         """Compares ours with TRL's: signatures, and results and gradients on small inputs.
 
         Raises:
-            RuntimeError: ours differs; the message names the difference.
+            RuntimeError: ours differs, or does not run its op once per input; the message says how.
         """
         calls = Calls()
         ours = self.build(original, calls)

@@ -1,4 +1,4 @@
-"""TRL 0.11.4: log-probs and entropies, masked statistics, and advantages of its classic PPO."""
+"""Replacements in TRL 0.11.4: log-probs, entropies, masked statistics, classic PPO's advantages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def _covers_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> bool:
-    # The moments are constants below; TRL's callers need no gradient here.
+    # Where a gradient is needed, TRL's own runs: it differentiates the moments, _whiten does not.
     return _covers(values, mask) and not (values.requires_grad and torch.is_grad_enabled())
 
 

@@ -1,4 +1,4 @@
-"""TRL 1.16: the fused head of its trainers, and log-probs and entropies of logits."""
+"""Replacements in TRL 1.16: its trainers' fused head, and log-probs and entropies of logits."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def _covers_head(
     softcap: float | None,
     logit_scale: float,
 ) -> bool:
-    """Whether our op takes a head. It takes no sharded head, which has to be gathered anew for
-    backward, as TRL's function does, and outside of autocast none in another dtype than the hidden
-    states: it raises there."""
+    """Whether our op takes a head: none that is sharded, which has to be gathered anew for
+    backward, as TRL's function does; outside of autocast none in another dtype than the hidden
+    states', for which the op raises; and none with a number that is not above 0 and finite."""
     one_dtype = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
     numbers = (temperature, logit_scale, 1.0 if softcap is None else softcap)
     return (

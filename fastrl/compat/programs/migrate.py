@@ -44,8 +44,8 @@ class Outcome(NamedTuple):
     """What becomes of a name or a setting.
 
     Attributes:
-        kind: AS_IT_IS, "renamed", "kept", DEFAULT, "changes nothing", "refused", UNKNOWN; or THERE
-            where only ``fastrl run-trl`` runs the line.
+        kind: AS_IT_IS, DEFAULT, UNKNOWN; a kind of :class:`fastrl.eras.Era` ("kept": under its old
+            name); or THERE where only ``fastrl run-trl`` runs the line.
         text: what a reader should know of the change.
         edit: what ``--write`` changes; None: nothing.
     """
@@ -203,7 +203,7 @@ def _of_gone(node: ast.ImportFrom) -> Iterator[Outcome]:
 def _of_import_from(
     node: ast.ImportFrom, renamed: dict[str, str], only_named: set[str]
 ) -> Iterator[Outcome]:
-    """Replaces ``from trl import …`` by a line for each module of fastrl's, if all names exist."""
+    """What becomes of names from TRL; if all exist, imports from fastrl replace the statement."""
     homes: dict[str, list[str]] = defaultdict(list)
     all_known = True
     for alias in node.names:
@@ -390,7 +390,7 @@ def _of_training_arguments(call: Call) -> Iterator[Outcome]:
 
 
 def _of_value(node: ast.Call, keyword: ast.keyword, era: Era) -> Edit | None:
-    """The edit to today's setting and its value; None where the program computes it."""
+    """The edit to today's setting and value; None for a computed value that has to change."""
     if era.is_plain:
         return _renamed(keyword, era.today)
     if not isinstance(keyword.value, ast.Constant):
@@ -403,7 +403,7 @@ def _of_value(node: ast.Call, keyword: ast.keyword, era: Era) -> Edit | None:
 
 
 def _taken_away(node: ast.Call) -> Iterator[Outcome]:
-    """Keywords that transformers and other libraries have renamed or dropped."""
+    """What becomes of keywords that libraries have renamed, dropped or given a new default."""
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     if called(node) == "apply_chat_template" and "return_dict" not in keywords:
         tokenize = keywords.get("tokenize", ast.Constant(True))

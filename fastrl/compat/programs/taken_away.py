@@ -1,5 +1,5 @@
 """What transformers and PEFT have taken away since programs for TRL were written, served to those
-programs alone: each with one warning that says what stands in its place."""
+programs alone: most of it with one warning that says what stands in its place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastrl.eras import (
     settings_taken,
 )
 
-_GONE: set[str] = set()  # names of which a warning was shown
+_GONE: set[str] = set()  # names of which a warning was shown, and warnings without such a name
 _TEMPORARY = "nothing: a temporary folder is always used"
 _SAFE = "nothing: weights are saved as safetensors"
 _ALL_SCORES = "top_k=None, which sorts by score: pick what is meant by its label, not by its place"

@@ -149,7 +149,7 @@ class TextEnvironment:
         return getattr(self.model, "module", self.model)
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> tuple[list[Any], ...]:
-        """Returns queries, responses and their masks (1: the model wrote it), as
+        """Returns queries, responses and their masks (1 where the model wrote), as
         ``PPOTrainer.step`` takes them; rewards; and the histories.
 
         Raises:

@@ -51,8 +51,8 @@ def trained_below(peft_model: Any) -> dict[str, nn.Parameter]:
 
 
 class SwitchedAdapter(RefModel):
-    """The policy itself, its adapter off or replaced while it acts as reference, and the base's
-    weights that are trained beside it as training began, or as :meth:`follow` has moved them."""
+    """The policy itself. While it acts as reference, its adapter is off or replaced, and base
+    weights that are trained, too, are as before training, or as :meth:`follow` has moved them."""
 
     mode = "adapter"
 
@@ -94,7 +94,7 @@ class SwitchedAdapter(RefModel):
         finally:
             for share, now in zip(shares, trained, strict=True):
                 share.copy_(now)
-            spread(self._unwrapped)  # gathered weights have the reference's values
+            spread(self._unwrapped)  # weights that a forward gathered are the reference's
 
     @abstractmethod
     def _switched(self) -> contextlib.AbstractContextManager[None]:
@@ -123,7 +123,7 @@ class StartAdapterRefModel(SwitchedAdapter):
         self._peft: Any = policy.pretrained_model
         trained = self._peft.active_adapter
         config = copy.copy(self._peft.peft_config[trained])
-        config.init_lora_weights = True  # another start may change the base's weights once more
+        config.init_lora_weights = True  # "pissa", say, would change the base once more
         config.bias = "none"  # PEFT refuses a second adapter that trains them
         add_adapter(self._peft, REFERENCE_ADAPTER, config)
         self._trained = trained

@@ -30,7 +30,7 @@ class ReferenceArguments:
         "Weight of the policy in an update of the reference; 1 copies it.", 0.6, within="(0, 1]"
     )
     ref_model_sync_steps: int = setting(
-        "Steps between two updates of the reference.", 512, within="[1, inf)"
+        "Optimizer steps between two updates of the reference.", 512, within="[1, inf)"
     )
 
     def refuse_reference(self, cause: str) -> None:

@@ -54,7 +54,7 @@ def create_reference_model(
 
     Args:
         model: a policy, or a plain transformers model.
-        num_shared_layers: the bottom layers and the embeddings are not copied but shared, and
+        num_shared_layers: so many bottom layers, and the embeddings, are shared, not copied, and
             frozen in ``model`` too. A model that cannot be run in two parts is copied whole, with a
             warning. Of a model with an adapter the base is shared in any case.
         pattern: TRL's name of the layers; ignored, they are found without it.

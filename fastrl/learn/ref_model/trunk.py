@@ -34,7 +34,7 @@ def split_off(model: Any, layers: int) -> Trunk:
     """Freezes a language model's trunk, its bottom layers and the embeddings, and returns it.
 
     Raises:
-        ValueError: layers out of range; weights that another process has.
+        ValueError: layers out of range; weights that only another process has loaded.
         Unshareable: layers that are not found, or results that change where they are skipped.
     """
     if is_empty(model):

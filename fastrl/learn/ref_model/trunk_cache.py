@@ -105,7 +105,7 @@ class TrunkCache:
         missing = self.missing()
         if not fit:
             missing = sorted(set(missing) & set(samples))
-        # Each process needs other samples: only if all fit do all processes lack the same ones.
+        # All processes enter it: if all fit they lack the same samples, else each lacks others.
         with self.whole() if missing or not fit else nullcontext():
             made = self._run(missing)
         device = self.batch.input_ids.device

@@ -49,7 +49,7 @@ class AlignJob(FitJob):
 
     task: str | None = setting(
         f"Learning task: {', '.join(TASKS)}. By default the loss's first that learns from the data "
-        "alone, without a loss offline-pairwise.",
+        "alone, else its first; without a loss offline-pairwise.",
         None,
     )
     loss: str | None = setting(
@@ -107,7 +107,7 @@ class AlignJob(FitJob):
         within="(0, 1]",
     )
     samples: int = setting(
-        "Online: responses to show before and after training.", 8, within="[0, inf)"
+        "Online: how many responses to show before and after training.", 8, within="[0, inf)"
     )
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class AlignJob(FitJob):
 
     def _loss_named(self, name: str) -> Loss:
         options = parse_json("loss_args", self.loss_args)
-        if name == "ppo":  # PPO samples from the policy that it trains
+        if name == "ppo":  # PPO trains the policy at the temperature that it samples at
             options.setdefault("temperature", self.temperature)
         return make_loss(name, **options)
 
@@ -233,7 +233,7 @@ def make_trainer(job: AlignJob, flags: AlignFlags, annotator: Annotator | None =
     """The trainer of a job.
 
     Args:
-        flags: the trainer's settings, in which those that follow from the job are set.
+        flags: the trainer's settings; this sets those of them that follow from the job.
         annotator: an annotator to use in place of the job's.
     """
     from fastrl.alignment import Trainer, make_reweighter
@@ -265,8 +265,8 @@ def make_trainer(job: AlignJob, flags: AlignFlags, annotator: Annotator | None =
 
 
 def _longest(job: AlignJob, flags: AlignFlags) -> tuple[int, int]:
-    """Tokens of the longest prompt and response, for a plan: responses have max_new_tokens online,
-    else what max_prompt_length, by default half, leaves of max_length or of what a pass holds."""
+    """The most tokens of a prompt and of a response, for a plan: responses have max_new_tokens
+    online, else what max_prompt_length, by default half, leaves of max_length or a smaller pass."""
     task = job.learning_task
     texts = task.generations if job.make_loss().learns == "reward model" else 1
     most = most_in_a_pass(flags.max_length or 1024, flags.micro_batch_tokens, texts)

@@ -46,13 +46,13 @@ def run_chat(arguments: Sequence[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("chat", __doc__)
     parser.add_argument("model", metavar="MODEL", help="A model's folder, a run's, or a Hub id.")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="Length of a reply [512].")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="Most reply tokens [512].")
     parser.add_argument(
         "--temperature",
         type=float,
         default=1.0,
         help="0 takes the likeliest token [1]. The model's generation_config.json decides neither "
-        "this nor top-p and top-k (none, as in training), but the rest, such as penalties.",
+        "this nor top-p, and top-k is off, as in training; it decides the rest, such as penalties.",
     )
     parser.add_argument("--top-p", type=float, default=1.0, help="Nucleus sampling [1].")
     parser.add_argument("--system", help="A system message, before the first turn.")

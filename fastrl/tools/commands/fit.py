@@ -170,7 +170,7 @@ class CommandFlags:
         "steps",
     )
     save_steps: float = setting(
-        "Steps between two checkpoints; 0 is only where the run fails or is stopped.",
+        "Optimizer steps between two checkpoints; 0 saves one only if the run fails or is stopped.",
         SAVE_EVERY,
         aliases=["--save-every"],
     )
@@ -217,7 +217,7 @@ def fit(
         results: picks from an evaluation's metrics what ``summary.json`` records.
         evaluations: a list to which the trainer adds the samples of each evaluation.
         show: how many samples to print.
-        lengths: returns how many tokens the longest text has, or prompt and response, for a plan.
+        lengths: gives a plan the longest text's tokens, or the longest prompt's and response's.
     """
     from fastrl.run.transformers_callbacks import recording
     from fastrl.tools.reports.report import finish_run, pair_samples
@@ -261,7 +261,7 @@ def fit(
         lines=[
             f"{name.replace('_', ' ')}: {before[name]:.4f} → {value:.4f}"
             for name, value in after.items()
-            if name in before  # transformers' own checkpoints lack some
+            if name in before  # empty where a run resumed a checkpoint of transformers' own
         ],
         samples=pair_samples(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else (),
         show=show,

@@ -41,7 +41,7 @@ def measure() -> list[Measured]:
 
 
 def chosen(speeds: dict[int, dict[str, float]]) -> gemm.Choice:
-    """The fastest library for the largest weights, and the fewest elements for which it is so."""
+    """The fastest library for the largest weights, and from how many elements on it is fastest."""
     widths = sorted(speeds)
     best = max(speeds[widths[-1]], key=speeds[widths[-1]].__getitem__)
     smallest = widths[-1]

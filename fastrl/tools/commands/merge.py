@@ -44,13 +44,13 @@ def run_merge(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("merge", __doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="An adapter's folder, or that of its run.")
+    parser.add_argument("folder", metavar="FOLDER", help="Folder or run of an adapter or a model.")
     parser.add_argument("out", metavar="OUT", help="A new folder, for the whole model.")
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="Of the saved weights [float32, in which adapters are trained; what serves often "
-        "takes bfloat16].",
+        help="Dtype of the saved weights [float32, in which adapters are trained; servers often "
+        "take bfloat16]. A whole model is converted to it.",
     )
     return parser
 

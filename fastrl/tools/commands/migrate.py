@@ -29,8 +29,8 @@ _LEFT = {
 
 
 def run_migrate(arguments: Sequence[str]) -> int:
-    """Prints what fastrl makes of TRL's names and settings in a program, and in YAML files that its
-    parser reads (``--all``: those that stay, too); ``--write`` makes the program's safe changes.
+    """Prints what fastrl makes of TRL's names and settings (``--all``: of those that stay, too) in
+    a program and in YAML files that its parser reads; ``--write`` makes the program's safe changes.
 
     Returns 1 where fastrl refuses something or lacks it, else 0. Raises FileNotFoundError without
     the program, and ValueError for one that does not parse.

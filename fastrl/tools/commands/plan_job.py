@@ -65,13 +65,13 @@ class PlanJob:
         "Task of preference learning, such as online-pairwise; by default the loss's first.", None
     )
     gpu_gib: float | None = setting(
-        "Memory of the GPU: says whether the run fits, what more there is room for, or what to "
-        "change.",
+        "Memory of the GPU in GiB: the plan then says whether the run fits, what more there is "
+        "room for, or what to change.",
         None,
     )
     prompt_tokens: int = setting("Tokens of each prompt.", 256)
     response_tokens: int = setting(
-        "Tokens of each response. Texts of sft and reward have as many as both.", 256
+        "Tokens of each response. Texts of sft and reward have prompt_tokens more.", 256
     )
     lora_r: int = setting_like(TrainingJob, "lora_r")
     load_in_4bit: bool | None = setting_like(TrainingJob, "load_in_4bit")
@@ -84,7 +84,7 @@ class PlanJob:
         choices=("auto", "fp32", "bf16"),
     )
     device: str = setting(
-        "cpu, cuda, or auto: cuda where there is one or --gpu-gib.",
+        "cpu, cuda, or auto: cuda where there is a GPU, or gpu_gib is set.",
         "auto",
         choices=("auto", "cpu", "cuda"),
     )

@@ -33,7 +33,7 @@ _LORA_RANK = 16  # the rank of the adapter that a plan suggests
 _EIGHT_BITS = "adamw_bnb_8bit"
 # Optimizers that can step in host memory, and have two moments.
 _ADAMS = ("adam", "adamw_torch", "adamw_torch_fused")
-_SMALLEST_POSITIONS = 256  # the smallest micro-batch that a plan suggests
+_SMALLEST_POSITIONS = 256  # tokens of the smallest micro-batch that a plan suggests
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PlannedRun:
             )
 
     def dials(self) -> list[Dial]:
-        """Dials of the samples that are generated at a time, and of a pass's samples or tokens."""
+        """Sizes that can grow: samples that are generated at a time, a pass's samples or tokens."""
         dials = []
         if self.samples_responses:
             slots = self.flags.rollout_slots
@@ -377,7 +377,7 @@ class PlannedRun:
 
     @property
     def _not_of_adapters(self) -> dict[str, Any]:
-        """Other values for the settings that a run with an adapter refuses; None: no setting."""
+        """Other values for settings that a run with an adapter refuses; None leaves one out."""
         settings: dict[str, Any] = {}
         if getattr(self.flags, "reference", "auto") in ("copy", "offload", "trunk", "cached"):
             settings["reference"] = "auto"

@@ -41,8 +41,8 @@ def run_recipes(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("recipes", __doc__)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="Print the YAML of this one.")
-    parser.add_argument("--write", metavar="FILE", help="Copy it to a new file.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="Print the YAML of this recipe.")
+    parser.add_argument("--write", metavar="FILE", help="Copy the recipe to a new file.")
     return parser
 
 

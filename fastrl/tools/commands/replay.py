@@ -71,9 +71,9 @@ def run_replay(arguments: Sequence[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("replay", __doc__)
     parser.add_argument("run", metavar="RUN", help="The --output of fastrl ppo, grpo or align.")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="From 1.")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="Counted from 1.")
     parser.add_argument(
-        "--sample", type=int, metavar="I", help="Of the step, from 0; all of them without it."
+        "--sample", type=int, metavar="I", help="A sample of the step, from 0; by default all."
     )
     return parser
 
@@ -126,8 +126,8 @@ def read_job(folder: RunFolder) -> PPOJob | AlignJob:
 
 
 def read_settings(folder: RunFolder, step: int) -> PPOConfig:
-    """The trainer's settings at a step, as the ledger has them: a resumed run may have others.
-    Sizes are those of all processes together.
+    """The trainer's settings at a step, by the ledger: those that a run is resumed with may differ
+    from those it began with. Batch sizes are those of all processes together.
 
     Raises:
         ValueError: the ledger has settings that this version of fastrl does not know.

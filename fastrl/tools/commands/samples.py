@@ -72,15 +72,15 @@ def make_parser() -> argparse.ArgumentParser:
         help="Latest step, highest reward or longest completion first [step; as they were drawn in "
         "an exported file].",
     )
-    parser.add_argument("--reverse", action="store_true", help="The other way round.")
+    parser.add_argument("--reverse", action="store_true", help="Sort the other way round.")
     parser.add_argument(
-        "--top", type=int, metavar="K", help="How many [10; all in an exported file]."
+        "--top", type=int, metavar="K", help="How many samples [10; all in an exported file]."
     )
     parser.add_argument(
-        "--columns", metavar="A,B", help="Which of the ledger's columns, and length."
+        "--columns", metavar="A,B", help="Columns to show: the ledger's, or length."
     )
     parser.add_argument(
-        "--export", metavar="FILE", help="Write them to a file: .jsonl, .csv or .parquet."
+        "--export", metavar="FILE", help="Write the samples to a .jsonl, .csv or .parquet file."
     )
     return parser
 
@@ -101,11 +101,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def ledger_of(run: str) -> Path:
-    """The folder of a run's ledger.
-
-    Raises:
-        FileNotFoundError: the run has no ledger.
-    """
+    """The folder of a run's ledger; raises FileNotFoundError where the run has none."""
     folder = RunFolder(run)
     if folder.ledger.is_dir():
         return folder.ledger

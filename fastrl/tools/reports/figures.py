@@ -142,7 +142,7 @@ def _show_zero(axes: Axes, zero: str, lowest: float, highest: float) -> None:
         return
     if lowest > 0.05 * highest > 0:
         axes.set_ylim(0, max(1.05 * highest, axes.get_ylim()[1]))
-    else:  # the axis would hide a curve at 0
+    else:  # an axis that began at 0 would hide a curve there
         axes.axhline(0, color=GREY, linewidth=1.0, zorder=1)
 
 

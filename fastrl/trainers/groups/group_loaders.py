@@ -19,7 +19,7 @@ def train_loader(
         args: an :class:`fastrl.trainers.groups.online_config.OnlineConfig`.
         data: the rows of prompts, a ``Dataset`` or a stream.
         group: number of responses to a prompt.
-        uses: number of batches that are learned from each generation.
+        uses: batches learned per generation; one that is learned from twice counts as two.
         load: makes a loader from data, a batch size and ``sampler``.
         sampler: makes the order of a data set's rows; a stream has its own, or shuffles itself.
     """

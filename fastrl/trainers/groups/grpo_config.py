@@ -22,7 +22,7 @@ class GRPOConfig(OnlineConfig):
     """Settings of :class:`GRPOTrainer`: TRL 1.x's names, meanings and defaults where it has any."""
 
     delta: float | None = setting(
-        "Upper bound of the ratio itself, for both signs.", None, within="(0, inf]"
+        "Upper bound of the ratio itself, whatever the advantage's sign.", None, within="(0, inf]"
     )
     importance_sampling_level: str = setting(
         "The ratio: of a token, or of a sequence.", "token", choices=LEVELS
@@ -39,7 +39,7 @@ class GRPOConfig(OnlineConfig):
         choices=GROUP_ADVANTAGES,
     )
     multi_objective_aggregation: str = setting(
-        "Several rewards: sum_then_normalize, or normalize_then_sum.",
+        "Of several functions: normalize their rewards' sum, or each one's rewards before the sum.",
         "sum_then_normalize",
         choices=AGGREGATIONS,
     )
@@ -56,10 +56,10 @@ class GRPOConfig(OnlineConfig):
         "This times the mean entropy is taken off the loss.", 0.0, within="(-inf, inf)"
     )
     use_adaptive_entropy: bool = setting("Adapt entropy_coef to entropy_target.", False)
-    entropy_coef_min: float = setting("Least value of entropy_coef.", 0.0, within="(-inf, inf)")
-    entropy_coef_max: float = setting("Greatest value of entropy_coef.", 1.0, within="(-inf, inf)")
+    entropy_coef_min: float = setting("Adaptive entropy_coef: minimum.", 0.0, within="(-inf, inf)")
+    entropy_coef_max: float = setting("Adaptive entropy_coef: maximum.", 1.0, within="(-inf, inf)")
     entropy_coef_delta: float = setting(
-        "Change of entropy_coef per optimizer step.", 0.005, within="[0, inf)"
+        "Change of an adaptive entropy_coef per optimizer step.", 0.005, within="[0, inf)"
     )
     entropy_target: float = setting(
         "Entropy in nats up to which an adaptive bonus acts.", 0.2, within="[0, inf)"

@@ -18,8 +18,8 @@ def judged_by_all(
     samples: Samples, names: Sequence[str], weights: Tensor, processes: Processes
 ) -> Samples:
     """Rewards and penalties of all processes' responses, [B] fp32. A function's rewards are NaN
-    where it does not apply; their weighted sum is NaN where no function applies. Warns of a
-    response that no function judged, and if no function judged any.
+    where it gave no finite number; their weighted sum, metrics aside, where none judged or one's
+    number was not finite. Warns of a response that no function judged, and if none judged any.
 
     Args:
         samples: the responses of this process, judged.

@@ -116,4 +116,5 @@ class ResponseScorer:
         batch = token_batch(samples, self.pad_token, self.padding(model)).to(self.args.device)
         with self.autocast():
             logprobs = in_passes(batch, score, limit, self.processes)["logprobs"]
-        return to_column(samples, logprobs.float().cpu()[batch.response_mask])  # waits once
+        # The host waits for the device once, here.
+        return to_column(samples, logprobs.float().cpu()[batch.response_mask])

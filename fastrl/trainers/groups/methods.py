@@ -53,7 +53,7 @@ class OverridableTrainer(OnlineTrainer):
     def importance_sampling_level(self) -> str:
         return self.args.importance_sampling_level
 
-    # What training calls of a subclass.
+    # Where training calls the methods that a subclass overrides.
 
     def _make_scorer(self, *arguments: Any) -> ResponseScorer:
         if LOGPROBS in self.overrides:

@@ -363,7 +363,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         environments = self._interaction.environments
         return None if environments is None else environments.current
 
-    # What subclasses do.
+    # What subclasses do, or may do otherwise.
 
     @abstractmethod
     def _make_loss(self) -> TokenLoss:
@@ -457,7 +457,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         return loss
 
     def count_input_tokens(self, minibatch: Any) -> None:
-        """Does nothing: the tokens of responses are counted as these are learned."""
+        """Does nothing: tokens of prompts and responses are counted as a generation is sampled."""
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._generations.made["eval"] = 0  # all evaluations draw the same random numbers
@@ -486,8 +486,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         return loss, None, None
 
     def ready_batch(self, batch: Any) -> Any:
-        """The responses to a batch of rows; in training, the mini-batch of the latest generation
-        that is learned from now."""
+        """The responses to a batch of rows; in training, those of the latest generation's
+        mini-batch whose turn it is."""
         if not isinstance(batch, list):
             return super().ready_batch(batch)
         if not self.model.training:
@@ -786,10 +786,7 @@ def _as_it_is(rows: list[Any]) -> list[Any]:
 
 
 def _check_one(rollout_func: Any, interaction: Interaction) -> None:
-    """
-    Raises:
-        ValueError: a ``rollout_func`` beside tools or environments.
-    """
+    """Raises ValueError for a ``rollout_func`` beside tools or environments."""
     if rollout_func is not None and interaction:
         raise ValueError(
             "rollout_func takes the place of sampling, and tools and environment_factory are part "

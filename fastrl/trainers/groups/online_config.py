@@ -60,11 +60,11 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     num_iterations: int = setting("How often each response is learned from.", 1, within="[1, inf)")
     temperature: float = setting("T of the policy softmax(logits / T).", 1.0, within="(0, inf)")
     top_p: float = setting(
-        "Sample from the fewest tokens of at least this probability.", 1.0, within="(0, 1]"
+        "Sample from the fewest tokens with this probability together.", 1.0, within="(0, 1]"
     )
     top_k: int = setting("Sample from the likeliest tokens; 0: from all.", 0, within="[0, inf)")
     min_p: float | None = setting(
-        "Least probability, over that of the likeliest token.", None, within="[0, 1)"
+        "Least probability, as a share of the likeliest token's.", None, within="[0, 1)"
     )
     repetition_penalty: float = setting(
         "Divides past tokens' logits, multiplies negative ones; 1: none.", 1.0, within="(0, inf)"

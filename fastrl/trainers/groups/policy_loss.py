@@ -23,7 +23,7 @@ class LossType(NamedTuple):
         kind: the name of ℓ_t, the loss of a token, in ``fastrl_kernels.POLICY_LOSSES``.
         aggregate: the name of what joins all ℓ_t in :class:`fastrl.learn.aggregate.Aggregate`.
         formula: the loss as the documents show it.
-        of_step: whether a batch's sum is divided by the mean tokens of its generation's batches.
+        of_step: whether a mini-batch's sum is divided by the mean tokens of all generated with it.
         sums_tokens: whether a ratio of whole responses would weigh each response by its length.
         level: the ``importance_sampling_level`` that it is meant for; None: any.
     """

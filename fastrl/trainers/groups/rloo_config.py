@@ -20,8 +20,7 @@ class RLOOConfig(OnlineConfig):
     )
     normalize_advantages: bool = setting("Standardise advantages over the batch.", False)
     vllm_importance_sampling_mode: str = setting(
-        "Of the weights of vllm_importance_sampling_correction: those of whole responses, as the "
-        "ratio is.",
+        "Kind of weights π_old/π_sampler, of whole responses as the loss's ratio is.",
         "sequence_mask",
         choices=[mode for mode in MODES if mode.startswith("sequence")],
     )

@@ -23,7 +23,7 @@ _REFS = ("ref_chosen_logps", "ref_rejected_logps")
 class DPOTrainer(PreferenceTrainer):
     """Trains a policy to prefer the chosen completion of each pair, with TRL 1.x's interface.
 
-    loss = Σ_k w_k·mean over pairs of loss_k, each a row of
+    loss = Σ_k w_k·mean over pairs of loss_k (``loss_weights``, ``loss_type``), each a row of
     :data:`fastrl.learn.preferences.PAIR_LOSSES`; "sft" is the mean of -log π over the tokens of
     chosen completions. Both sides go through the model in one forward pass, and the LM head runs
     on completions alone.

@@ -86,7 +86,7 @@ class DPOConfig(PreferenceConfig):
     )
     f_alpha_divergence_coef: float = setting("α of alpha_divergence.", 0.5, within="(-inf, inf)")
     label_smoothing: float = setting(
-        "Share of swapped labels, for losses that read one.", 0.0, within="[0, 1]"
+        "Share of pairs taken to be swapped, for losses that read it.", 0.0, within="[0, 1]"
     )
     use_weighting: bool = setting("Weigh pairs by the policy's probability of them (WPO).", False)
     discopop_tau: float = setting("Temperature of discopop's mixture.", 0.05, within="(0, inf)")

@@ -142,7 +142,7 @@ class PreferenceTrainer(SupervisedTrainer):
     ) -> tuple[Tensor, ScoredPass, dict[str, tuple[Tensor, Tensor]]]:
         """The loss of each example [B], the policy's forward pass, metrics as sums and counts."""
 
-    # Models.
+    # Settings and models.
 
     def _settings_of(self, args: Any, model: Any, settings: dict[str, Any]) -> Any:
         """The trainer's settings, by default those of ``config_class``.

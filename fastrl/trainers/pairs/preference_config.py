@@ -49,8 +49,8 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
     beta: float = setting("Strength of the bond to the reference.", 0.1, within="(0, inf)")
 
     # Settings of TRL until 0.29, which fastrl.eras makes keywords of the constructor.
-    max_prompt_length: int | None = kept_setting("Prompts keep their last tokens.")
-    max_completion_length: int | None = kept_setting("Completions keep their first tokens.")
+    max_prompt_length: int | None = kept_setting("Longer prompts keep BOS and their last tokens.")
+    max_completion_length: int | None = kept_setting("Longer completions keep their first tokens.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

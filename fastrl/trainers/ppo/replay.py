@@ -138,7 +138,7 @@ class _StepWalk(Walk):
         checkpoint = Checkpoints(folder).newest_good(before=self.last)
         if checkpoint is not None:
             with warnings.catch_warnings():
-                # What is random in reward functions does not matter: they are not called.
+                # It warns that reward functions draw other random numbers: none is called here.
                 warnings.filterwarnings("ignore", r"resume: the run had \d+ process")
                 warnings.filterwarnings("ignore", CODE_DIFFERS)  # the ledger has each step's code
                 trainer.load_checkpoint(checkpoint)
@@ -156,7 +156,7 @@ class _StepWalk(Walk):
         return 0
 
     def _update(self, step: int) -> None:
-        """Does a step's update; ``strayed`` gets the first with other advantages than the run's."""
+        """Does a step's update; ``strayed`` says where advantages first differed from the run's."""
         trainer = self.trainer
         rows = self.rows(step, _COLUMNS)
         rollout = recorded_rollout(rows, trainer.config.temperature)

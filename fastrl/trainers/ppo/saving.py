@@ -115,7 +115,7 @@ class SavedInFolder:
         self.ledger_folder: Path | None = folder.ledger
         self._loop: Any = None
         self._random: list[dict[str, Any]] = []  # states of all processes before the next step
-        self._begun = (-1, -1)  # steps of the trainer and its optimizers before the next step
+        self._begun = (-1, -1)  # the trainer's current_step and steps_begun before the next step
 
     @contextlib.contextmanager
     def opened(self, loop: Run) -> Iterator[bool]:

@@ -48,7 +48,7 @@ from fastrl.run.random_state import (
 from fastrl.trainers.ppo.critic import CriticLearner, check_states_critic
 from fastrl.trainers.ppo.rollouts import Rollouts
 
-# Settings that do not change what is computed, or not more than its last bits.
+# Settings that do not change what a resumed run computes, or not more than its last bits.
 _FREE = frozenset(
     {
         "exp_name", "log_with", "task_name", "model_name", "query_dataset", "reward_model",

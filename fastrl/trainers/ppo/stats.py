@@ -42,7 +42,8 @@ def device_stats(
 
     Means are over samples of which a token counts, that of ``non_score_reward`` over such tokens,
     those of scores [B] over scores that are not NaN, the update's over mini-batches with a finite
-    loss; NaN where there are none. ``kls`` and ``non_score_reward`` are [B, T-1].
+    loss; NaN where there are none. ``scored`` has the log-probs of policy and reference,
+    ``experience`` what the update read; ``kls`` and ``non_score_reward`` are [B, T-1].
     """
     kl_per_sequence = kls.sum(-1)
     samples = batch.mask.any(-1).sum()

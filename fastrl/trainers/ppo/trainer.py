@@ -424,7 +424,7 @@ class PPOTrainer:
                 values, advantages, returns = check_estimates(
                     estimates, rewards, batch.mask, finite=self._estimates
                 )
-            self._files.push_if_best(final_scores, self.push_to_hub)  # weights that have sampled
+            self._files.push_if_best(final_scores, self.push_to_hub)  # before the weights change
             with clock("optimize_step"):
                 experience = replace(
                     scored,
@@ -502,7 +502,7 @@ class PPOTrainer:
             masks: [B, T-1].
 
         Returns:
-            rewards, their part without the score, and the KL penalties, each [B, T-1].
+            rewards, their part without the score, and tokens' KL (not times β), each [B, T-1].
         """
         coef = 0.0 if self.kl_in_loss else self.kl_ctl.value
         scores, masks = scores.to(logprobs.device), masks.bool()
@@ -780,7 +780,7 @@ class PPOTrainer:
         _, _, kls = self.compute_rewards(no_scores, *operands, batch.mask)
         return float(kls.sum(-1).mean())
 
-    # What programs for TRL call, and step() does without.
+    # What programs for TRL call, and step() does without; then names for messages, and plans.
 
     @property
     def optional_peft_ctx(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -966,7 +966,7 @@ class PPOTrainer:
             gradient.rules = gradient.rules._replace(micro_batch_tokens=passes.tokens)
         self.update.activations.recomputed |= passes.recomputed
 
-    # State and files.
+    # State and files; then what several methods share.
 
     @property
     def current_step(self) -> int:
@@ -1066,7 +1066,7 @@ class PPOTrainer:
         return self.update.gradient.engine.steps
 
     def computing(self) -> AbstractContextManager[None]:
-        """Context in which the libraries of this run compute matrix products on a CPU."""
+        """Context in which CPUs compute matrix products by the run's libraries, see Products."""
         critic = None if self.critic is None else self.critic.model
         return self.products.on(self.model, self.ref_model, critic)
 
