@@ -62,7 +62,7 @@ stopped by Ctrl-C, SIGTERM
 
 # Errors of the user's input, which are printed as one line.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
-# Progress bars of libraries are of little use in a file; those of runs stay.
+# Switch off libraries' progress bars where stderr is no terminal; those of runs stay.
 _NO_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 # Environment variables of all processes but the main one.
 _QUIET = {**_NO_BARS, "TRANSFORMERS_VERBOSITY": "error"}

@@ -61,7 +61,7 @@ class Samples:
     before penalties and truncation.
 
     Attributes:
-        sequences: generated tokens without the prompt, the EOS and tools' results included.
+        sequences: the responses' token ids, with the EOS and tools' results.
         finish_reasons: "eos", "length", "stop" or "nan".
         experts: the k experts that a mixture's L routers chose, where the engine keeps them,
             [T - 1, L, k] int16, for a prompt of P tokens and its response, T tokens together. The
@@ -99,7 +99,7 @@ class Samples:
             none; sampler_weights: weights by which the loss corrects for that engine.
         further: columns that a trainer's subclass adds.
         of_batch: what a trainer's subclass keeps for the batch as a whole.
-        generated: learned tokens of all samples that were generated together, by all processes.
+        generated: the number of learned tokens in all processes' samples generated together.
     """
 
     sequences: list[Tensor] = _column(TOKEN, learn=True)

@@ -83,7 +83,7 @@ def setting(
 
 def kept_setting(text: str, default: Any = None) -> Any:
     """A field of a dataclass for a setting of another version of TRL or transformers, see
-    :mod:`fastrl.eras`; the field is no flag, and no parameter of the constructor."""
+    :mod:`fastrl.eras`; the field is no flag, and no parameter of the dataclass's ``__init__``."""
     return field(default=default, init=False, metadata={"help": text})
 
 

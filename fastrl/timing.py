@@ -70,7 +70,7 @@ class HeardClock(HostClock):
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Context in which each phase that a clock times runs in the context ``listener(phase)``."""
+    """Context; clocks that are started in it time each phase in a context ``listener(phase)``."""
     token = _listener.set(listener)
     try:
         yield

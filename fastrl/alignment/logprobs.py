@@ -182,8 +182,8 @@ class RewardModel:
     Attributes:
         model: the classifier as accelerate has wrapped it.
         device: the classifier's device.
-        padding_free: whether batches run without padding; then the beginning that the generations
-            of a prompt share runs once.
+        padding_free: whether batches run without padding; then the common beginning of a prompt's
+            sequences is computed once.
         padded_on: the side of padding where batches are padded, see
             :func:`fastrl.data.choose_padding.classifier_side`.
         passes: runs a batch's forward passes, and keeps what their gradients need.

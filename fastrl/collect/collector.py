@@ -48,7 +48,7 @@ class Collector:
 
     def __call__(self, asked: Asked) -> Samples | None:
         """This process's responses and rewards; None without prompts. All processes call it."""
-        # ready() waits for all processes: it comes first, as shared work may be broken off.
+        # In ready() processes wait for each other: outside of shared work, which may be broken off.
         with self.ready(), self.processes.shared_work():
             if not len(asked.prompts):
                 return None
@@ -115,7 +115,7 @@ class Collector:
         Args:
             groups: the number of groups of all processes.
             take: gets a count, and returns the numbers of as many new prompts.
-            prompts_of: makes prompts from their numbers, one for each response.
+            prompts_of: makes prompts from their numbers, each once per response of its group.
             seed: seeds the draws.
         """
         size = resampling.group_size

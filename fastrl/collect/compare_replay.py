@@ -70,8 +70,8 @@ class Replayed:
         begun_at: the number in the loaded checkpoint's name; 0: the beginning of the run.
         strayed: where updates first were not the run's, and how they differed; None: nowhere.
         tolerance: the largest difference at which numbers of samples and updates count as the
-            recorded ones; above 0 where one process rounds sums of several processes otherwise, and
-            where samples that dynamic sampling replaced are not in the batch.
+            recorded ones; above 0 where the run had several processes, whose sums one process
+            rounds otherwise, and where the batch lacks samples that dynamic sampling replaced.
         walked: the number of recorded steps that were learned from again.
     """
 

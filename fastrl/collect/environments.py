@@ -150,7 +150,7 @@ class Environments:
         return prompts
 
     def current_boxes(self) -> list[Toolbox]:
-        """The tools of each response of the batch."""
+        """The tools of each response of the latest batch."""
         assert self.current is not None
         return [
             self.boxes[name].of(environment, self.methods[name])
@@ -188,7 +188,7 @@ def _with(prompt: Sequence[dict[str, Any]], observation: Any, kind: str) -> list
 
 
 def _reward_of(kind: type) -> Callable[..., Any]:
-    """Makes the reward function of a class of environments: None for a response in another."""
+    """Makes the reward function of a class of environments: None for one of another class."""
     method: Callable[..., Any] = kind.get_reward  # type: ignore[attr-defined]
 
     def places_of_kind(environments: Sequence[Any]) -> list[int]:

@@ -23,7 +23,7 @@ _READ = (
     *("generation_kwargs", "temperature", "num_generations", "num_generations_eval"),
     *("chat_template_kwargs", "tools", "environment_factories"),
 )
-_KEPT = "TRLRollouts"  # in trainer_state.json
+_KEPT = "TRLRollouts"  # the key of the KV cache's size in trainer_state.json
 _INSTEAD = "or leave rollout_func out, so that TRL generates"
 
 
@@ -65,8 +65,8 @@ class TRLRollouts:
             trainer: TRL's GRPOTrainer.
 
         Returns:
-            "prompt_ids", "completion_ids" (with the token that ends them) and "logprobs": a list
-            each. The last is None where decoding is greedy and T is not 1.
+            "prompt_ids", "completion_ids" (with the token that ends each) and "logprobs", each with
+            a list per response; "logprobs" is None where decoding is greedy and T is not 1.
 
         Raises:
             TypeError: another kind of trainer.

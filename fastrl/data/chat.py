@@ -19,8 +19,8 @@ _SHAREGPT = {"human": "user", "gpt": "assistant"}
 _MISSPELT = 0.8  # difflib's ratio from which an unknown role is taken for a known one, misspelt
 
 
-# The tags by which a template marks the assistant's text, and characters that replace them: Unicode
-# reserves these for use within a program.
+# The tags by which a template marks the assistant's text, and characters that replace the tags, or
+# a message's text (_SIGN): Unicode reserves the characters for use within a program.
 _MARK = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
 _OPEN, _CLOSE, _SIGN = "\ufdd0", "\ufdd1", "\ufdd2"
 _BORDERED = (
@@ -325,7 +325,7 @@ def templates_of(
     :func:`template_arguments` for its row, whose errors are raised. A text's row is not read.
 
     Args:
-        columns: the data set's columns, of which only :data:`TEMPLATE_COLUMNS` are read.
+        columns: values of each prompt's row, by column; only :data:`TEMPLATE_COLUMNS` are read.
         rows: the numbers of the prompts' rows, for errors.
     """
     by_column = {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}

@@ -141,7 +141,7 @@ class DataCollatorForCompletionOnlyLM:
 class TextCollator:
     """Pads ``input_ids`` and ``labels`` on the right, and lists the tokens to learn: ``rows`` [N]
     are the flat positions b·T + t that predict them, ``targets`` [N] the tokens at t+1. Of a text
-    without labels all tokens are learned.
+    without labels all tokens but the first are learned.
 
     Args:
         pad_to_multiple_of: a number that the width T is to be a multiple of.

@@ -60,8 +60,7 @@ class Prompts:
         Args:
             rows: the prompts' rows, by which ``name_of`` names them; None: their indices.
             templates: further arguments of the chat template for each prompt; none by default.
-            closed: add the tokens that encoders read at the end, see
-                :func:`fastrl.data.encode.encode_prompt`.
+            closed: add the special tokens at the end, too, for models whose encoder reads prompts.
 
         Raises:
             ValueError: a single text or chat, or none; a prompt without a token or of another type;
@@ -137,7 +136,7 @@ class Prompts:
         if column not in names:
             wanted = repr(column) if column else "prompt, query or input_ids"
             raise ValueError(
-                f"the dataset has no column {wanted}; its columns are {', '.join(names)}: name the "
+                f"{of}the dataset has no column {wanted}; its columns are {', '.join(names)}: name the "
                 "prompts' column with prompt_column"
             )
         check_reserved([c for c in names if c != column], f"{of}the dataset")

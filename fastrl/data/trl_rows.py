@@ -106,8 +106,8 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Any:
 
 
 def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
-    """Pairs as two rows each, with ``completion`` and ``label``: all chosen sides of a batch, then
-    all rejected ones.
+    """Pairs as two rows each, with ``completion`` and ``label``: all chosen sides of a batch of
+    ``map``, then all rejected ones.
 
     Args:
         dataset: a Dataset, an IterableDataset, or a DatasetDict or IterableDatasetDict.
@@ -194,7 +194,7 @@ class ConstantLengthDataset(IterableDataset):
         formatting_func: returns a row's text, in place of that column.
         infinite: begin again at the end.
         num_of_sequences, chars_per_token: texts of num_of_sequences·chars_per_token·seq_length
-            characters are read and shuffled at a time.
+            characters are read at a time.
         eos_token_id: the token between texts, if the tokenizer has no EOS.
         shuffle: shuffle the texts read at a time, and then their rows, by Python's generator.
         append_concat_token, add_special_tokens: end texts with EOS; begin them as the tokenizer

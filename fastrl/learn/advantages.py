@@ -180,7 +180,7 @@ class GroupBaseline:
 
     R is the sum of a response's rewards; all its tokens have the same advantage, a function of the
     group's R, not whitened; fastrl's functions give exactly 0 where all R are equal. A response of
-    which no token counts is in no baseline; where fewer than two count, the advantage is 0.
+    which no token counts is in no baseline; a group's only response that counts has advantage 0.
 
     Args:
         size: responses per prompt, one after the other.

@@ -28,10 +28,10 @@ class Experience:
         tokens: the prompts and responses.
         logprobs: the policy's before the update; None: the current ones, so that ratios are 1.
         ref_logprobs: the reference's.
-        values, returns: the critic's, and its targets; without a critic zeros, and sums of rewards.
+        values, returns: V, and its targets; without a value function zeros, and sums of rewards.
         kls: the KL over the vocabulary, where it is not estimated from samples.
         sampler_weights: importance weights of the policy's loss; None: 1.
-        chosen: 1 or 0, which tokens the policy learns from.
+        chosen: 1 or 0, which tokens the policy learns from; None: all, or by ``top_entropy``.
         sampled: the sampler's log-probs, where the loss reads them.
         weights: weights of each sample's tokens; None: 1.
         of_samples: how often each sample counts; None: once.

@@ -69,7 +69,7 @@ class GradientStep:
 
     One small read after the backward passes decides what is left out. A mini-batch is left out
     where its mean ratio exceeds ``rules.ratio_threshold`` or its loss is not finite: the gradient
-    of the others is then computed once more, divided by their tokens, samples or number. No
+    of the others is computed again, divided by their number of tokens, samples or mini-batches. No
     gradient is kept where no mini-batch is left, the gradient is not finite, or mean(old - new
     log-prob) exceeds ``rules.most_kl``. With ``on_nonfinite="zero-sample"`` the samples that make a
     loss or the gradient not finite are found, by halving, and left out alone.
@@ -153,7 +153,7 @@ class GradientStep:
         )
 
     def of_loss(self, loss: Tensor) -> StepOutcome:
-        """The clipped gradient of a computed loss [], kept if both are finite; raises as a call."""
+        """The clipped gradient of a loss [], kept if both are finite; raises as ``__call__``."""
         with self.engine.accumulating(last=True):
             self.engine.add(loss, of=self.engine.processes.count)
         value, norm = torch.stack([loss.detach().float(), self.engine.norm()]).tolist()

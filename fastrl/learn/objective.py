@@ -4,7 +4,7 @@
 
 ℓ_t is a row of :data:`fastrl_kernels.POLICY_LOSSES`, a function of the ratio ρ_t = π/π_old; u_t is
 its weight: 1 or 0 for chosen tokens and others, times another sampler's importance weight. H_t is
-the entropy; in a :class:`Pass` its part is -c·mean_t H_t. v_t, D: :mod:`fastrl.learn.aggregate`.
+the entropy; of a :class:`Pass` its term is -c·mean_t H_t. v_t, D: :mod:`fastrl.learn.aggregate`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class TokenObjective(NamedTuple):
             cliprange: low and high; low is not read for a ratio that is bounded above alone.
 
         Raises:
-            ValueError: a ``delta``, temperatures, powers or decays out of range; a ``level`` that
-                the kind does not have; what :func:`fastrl.registry.try_policy_loss` refuses.
+            ValueError: δ, SAPO's temperatures, or VESPO's k or λ out of range; a ``level`` that the
+                kind does not have; what :func:`fastrl.registry.try_policy_loss` refuses.
         """
         row = policy_loss(kind)
         low = float("inf") if row.bounded_above else cliprange[0]
@@ -67,11 +67,11 @@ class TokenObjective(NamedTuple):
 
 @dataclass
 class Pass:
-    """A part of a batch that a forward and backward pass runs.
+    """A part of a mini-batch that a forward and backward pass runs.
 
     Attributes:
-        part, whole: the samples of the pass, and those of the batch.
-        denominator: D of the whole batch.
+        part, whole: the samples of the pass, and those of the mini-batch.
+        denominator: D of the whole mini-batch.
         counts: False where it is run for other processes, which wait for it.
         scores: scores of its tokens that are learned, once the forward has run.
         loss: L without the entropies' bonus.
@@ -106,7 +106,7 @@ class Pass:
 
     @staticmethod
     def joined(passes: Sequence[Pass]) -> Pass:
-        """All passes of a batch as one, whose tokens are in the batch's order."""
+        """All passes of a mini-batch as one, whose tokens are in the mini-batch's order."""
         if len(passes) == 1:
             return passes[0]
         samples = [i for each in passes for i in each.part.tokens.samples]
@@ -221,10 +221,10 @@ class TokenLoss:
         return old.logprobs - weights.clamp(min=_LEAST_WEIGHT).log(), None
 
     def denominator(self, part: Experience, generated: float) -> float:
-        """D of a batch of responses.
+        """D of a mini-batch of responses.
 
         Args:
-            generated: the mean tokens of the batches generated together; it is D with ``per_step``.
+            generated: learned tokens per mini-batch of those generated together: D if ``per_step``.
         """
         if self.per_step:
             return max(generated, 1e-9)
@@ -292,7 +292,7 @@ class TokenLoss:
         from log-probs. Sets the pass's ``loss``.
 
         Args:
-            choose: returns 1 for the highest of a whole batch's entropies, [N], else 0.
+            choose: maps a mini-batch's entropies [N] to 1 for the highest of all processes, else 0.
         """
         part, scores = given.part, given.scores
         assert scores is not None

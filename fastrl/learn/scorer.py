@@ -35,7 +35,7 @@ class Scorer:
     returns the scores of the whole batch.
 
     Args:
-        critic: gives the values, in the same passes, where that is not the policy's value head.
+        critic: gives the values, in the same passes; None: the policy's value head, if any, does.
     """
 
     def __init__(

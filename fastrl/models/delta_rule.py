@@ -88,7 +88,7 @@ class _Inverse(torch.autograd.Function):
         inverse = torch.eye(size, dtype=x.dtype, device=x.device).expand_as(x).contiguous()
         half = 1
         while half < size:
-            # [..., blocks, half, half] below the diagonal, and the inverses beside it.
+            # The quarter (down, across) of each block on y's diagonal, [..., blocks, half, half].
             def blocks(y: Tensor, down: int, across: int, half: int = half) -> Tensor:
                 y = y.unflatten(-2, (-1, 2, half)).unflatten(-1, (-1, 2, half))
                 y = y.diagonal(dim1=-6, dim2=-3)  # [..., 2, half, 2, half, blocks]

@@ -103,7 +103,7 @@ def _remedies() -> str:
 def _hub_kernel() -> ModuleType:
     from transformers import modeling_flash_attention_utils
 
-    kernels = importlib.import_module("kernels")  # Hugging Face's, not the folder of that name
+    kernels = importlib.import_module("kernels")  # Hugging Face's, not our repository's folder
 
     versions = getattr(modeling_flash_attention_utils, "FLASH_ATTN_KERNEL_VERSIONS", {})
     return kernels.get_kernel(HUB, version=versions.get(HUB, _VERSION))

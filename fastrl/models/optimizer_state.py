@@ -59,7 +59,8 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
 
 def load_optimizer_state(optimizer: Any, model: nn.Module, state: Mapping[str, Any]) -> None:
     """Makes an optimizer of the same weights continue from a state that :func:`optimizer_state`
-    returned, or a file of it. Masters in it are left out where the optimizer keeps none."""
+    returned, or that was read from a file. Its master weights are left out where the optimizer
+    keeps none."""
     inner = _inner(optimizer)
     index = {
         name: i
@@ -127,8 +128,8 @@ def _plain(value: Any) -> Any:
 
 
 def _copied(value: Any, weight: Tensor | None) -> Any:
-    """A weight's moments from a saved state, copied: a file's tensors are mapped, and lie where
-    torch would not put them."""
+    """A weight's moments from a saved state, copied: a file's tensors are memory-mapped, at
+    addresses that torch would not choose."""
     if isinstance(value, (Tensor, SharedOut)):
         return like(value, weight).clone()
     if not isinstance(value, Mapping):

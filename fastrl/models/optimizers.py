@@ -115,8 +115,8 @@ def optimizer_name(settings: Any) -> str:
 
 def class_and_keywords(settings: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
     """The class of an optimizer and its keyword arguments, as transformers' Trainer makes them of
-    its arguments, but with ``optim_args`` read as :func:`make_optimizer` does: transformers ignores
-    them for some optimizers, passes some on as texts, and reads those of GaLore, APOLLO and LOMO.
+    its arguments; it alone reads ``optim_args`` of GaLore, APOLLO and LOMO. Others' are read as
+    by :func:`make_optimizer`: transformers ignores some, and passes some on as texts.
 
     Args:
         settings: ``transformers.TrainingArguments``.
@@ -248,7 +248,7 @@ def _class_of(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 
-    # The fields that transformers reads: making its TrainingArguments would begin a run.
+    # The fields that transformers reads: its TrainingArguments would set up device and processes.
     settings: Any = SimpleNamespace(
         optim=OptimizerNames(name),
         optim_args="",

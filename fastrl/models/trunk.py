@@ -17,7 +17,7 @@ from fastrl.models.utils import checksum, evaluating
 
 TRUNK_NAME = "fastrl_trunk.json"  # in the folder of a model whose trunk was frozen
 
-_PROBE = 8  # tokens
+_PROBE = 8  # tokens of the forward pass that finds a trunk's parameters
 
 
 def layer_stack(model: Any) -> nn.ModuleList:

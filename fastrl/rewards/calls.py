@@ -135,7 +135,7 @@ class EventLoop:
         """The results of coroutines that run at the same time; the first error cancels the others.
 
         Args:
-            seconds: the time for which a call that is not awaited may block the loop; None: any.
+            seconds: the time for which a coroutine may block the loop, awaiting nothing; None: any.
 
         Raises:
             LoopBlocked: the loop was blocked for longer, and cannot be used any more.

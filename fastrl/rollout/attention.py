@@ -131,7 +131,7 @@ class DecodeAttention:
 
     Args:
         kernel: the kernel from :func:`choose_decode_kernel`.
-        span: tokens per slot that no position exceeds, the new one included.
+        span: a number of tokens that no slot exceeds, its new token included.
     """
 
     def __init__(self, kernel: DecodeKernel, kv_cache: KVCache, positions: Tensor, span: int):

@@ -30,7 +30,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class _Stream:
-    """The residual stream, while a layer's last addition waits for the next one's norm.
+    """The residual stream, while a layer's last addition waits for the next layer's norm.
 
     Attributes:
         sum: the stream without that addition, [b, 1, H].
@@ -213,10 +213,10 @@ class FusedNorm:
         return normed[0]
 
     def renew(self) -> None:
-        """There is nothing to renew."""
+        """Does nothing: no table is kept."""
 
     def free(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no table is kept."""
 
 
 class TabulatedRotary:
@@ -229,7 +229,7 @@ class TabulatedRotary:
         self._table: Tensor | None = None  # [2, length, R]
 
     def renew(self) -> None:
-        """Computes the table again for a new rollout, at the address in captured steps."""
+        """Computes the table again for a new rollout, at the address that CUDA graphs read."""
         table = self._table
         if table is not None and table.device == self.module.inv_freq.device:
             table.copy_(self._computed(table[0], table.shape[1]))
@@ -301,7 +301,8 @@ class FusedLayers:
 
     def activate(self, decode: Callable[[], tuple[Tensor, Sequence[Variant]]]) -> None:
         """Compares a few fused decode steps with those of the layers' own forwards, which say how
-        layers attend. Where they differ, without ``around`` too, layers stay as they are; it warns.
+        layers attend. Where they differ, with the model's own norm and rotary embedding too, layers
+        stay as they are, and it warns.
 
         Args:
             decode: runs these steps; returns the last one's logits, and the layers' variants.
@@ -371,11 +372,7 @@ def _tolerance(logits: Tensor) -> float:
 
 
 class VariantsOf(DecodeAttention):
-    """A decode step's attention that notes each layer's variant.
-
-    Attributes:
-        variants: the layers' variants, in their order.
-    """
+    """A decode step's attention that notes the layers' variants in ``variants``, in order."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)

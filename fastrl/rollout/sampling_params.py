@@ -31,7 +31,7 @@ class SamplingParams:
         top_k, top_p, min_p: truncations, in this order; 0, 1 and 0 switch them off.
         n: samples per prompt.
         seed: seeds the draws, in [0, 2⁶⁴); None takes a seed from torch's own generator.
-        min_new_tokens: tokens before which no end token is drawn; ``stop`` may end a response.
+        min_new_tokens: tokens before any end token is drawn; ``stop`` may end a response earlier.
         repetition_penalty: logits of tokens that occurred, in the prompt too (but not in what an
             encoder reads), are divided by it where positive and multiplied where negative.
         suppress_tokens: ids that are never drawn.

@@ -41,7 +41,7 @@ class Evaluation:
         }
 
     def _of_rewards(self) -> dict[str, float]:
-        """Means of each function's rewards, if there are several; counts of rewards not finite."""
+        """Means of each function's rewards, if there are several; ``nonfinite_rewards``, if any."""
         metrics: dict[str, float] = {}
         if self.nonfinite_rewards:
             metrics["eval/nonfinite_rewards"] = self.nonfinite_rewards

@@ -56,7 +56,7 @@ def fields() -> dict[str, pa.DataType]:
         "advantages": numbers,  # empty for a sample that was left out of the step
         "reward": pa.float32(),
         "score": pa.float32(),  # the reward less penalties
-        "token_scores": numbers,  # by completion token; null where only the sum was given
+        "token_scores": numbers,  # one per completion token; null where only their sum is known
     }
 
 

@@ -128,7 +128,7 @@ def model_card(
         name: the name of the repository or folder, which the card's code loads.
         model: a transformers or PEFT model, or a fastrl model with its value head, as it is saved.
         training: how the model was trained; None: that is not known.
-        folder: where the model is saved; a tokenizer there is in the card's code.
+        folder: where the model is saved; the card's code loads a tokenizer that is there.
     """
     import jinja2
 

@@ -123,7 +123,7 @@ class Processes:
         """
 
 
-OneProcess = Processes  # the name of a run of one process
+OneProcess = Processes  # the class's name for a run of one process
 
 
 class SeveralProcesses(Processes):

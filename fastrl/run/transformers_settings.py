@@ -25,7 +25,7 @@ _STEPS = (
     "metric_for_best", "greater_is_better", "prediction_", "dataloader_drop", "push_to_hub",
     "torch_empty_cache",
 )  # fmt: skip
-# Settings of a process; if the number of processes changes, the product of all three must not.
+# Settings of a process: a resume must not change their product with the number of processes.
 SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 # Schedules of the learning rate that read metric_for_best_model.
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")

@@ -134,8 +134,8 @@ class RewardTrainer(SupervisedTrainer):
         quantization_config: for loading the model by its path.
 
     Logs ``accuracy``, ``margin`` (r_c - r_r), ``mean_reward`` and the means of batches'
-    ``min_reward`` and ``max_reward`` since the last log, and ``num_tokens``; an evaluation has
-    the means, and the extremes, of all pairs.
+    ``min_reward`` and ``max_reward`` since the last log, and ``num_tokens`` of the run so far; an
+    evaluation has the means, and the extremes, of all pairs.
 
     Raises:
         FileNotFoundError: a path without a model.

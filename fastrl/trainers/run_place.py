@@ -35,12 +35,12 @@ class RunPlace:
     save_is_due: bool = False  # a save waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     behind_step: bool = False  # a step is being logged, evaluated and saved
-    before_evaluation: BeforeEvaluation | None = None  # of one that is due, or going on
-    is_ended: bool = False  # the resumed run, by what was still due behind its checkpoint's step
+    before_evaluation: BeforeEvaluation | None = None  # of an evaluation that is due or going on
+    is_ended: bool = False  # what was due at the checkpoint's step has ended the resumed run
     due: dict[str, bool] | None = None  # what an exception has kept from being done behind a step
     ignored: Any = None  # keys of outputs that evaluations leave out
-    loss: torch.Tensor | None = None  # the sum of losses since the last log, before the next step
-    last_step: dict[str, Any] | None = None  # what it left that the next changes before its update
+    loss: torch.Tensor | None = None  # the sum of losses since the last log, at the last step's end
+    last_step: dict[str, Any] | None = None  # state at its end that a failing step may have changed
     saving: bool = False  # a checkpoint is being written, or could not be
     alone: bool = False  # the main process saves by itself: the others may have ended
     forgets: bool = False  # old logs were dropped, and a warning said so
@@ -79,7 +79,7 @@ class RunPlace:
         return {"epoch": self.epoch, "minibatches": self.done}
 
     def begin_epoch(self, loader: Any) -> None:
-        """Begins an epoch of a loader; one that is resumed gets the random states that it had."""
+        """Begins a loader's epoch; a resumed epoch gets the random states that it began with."""
         if self.epoch_is_over:  # else this is the first epoch, or that which the run resumes in
             self.epoch, self.epoch_is_over = self.epoch + 1, False
             self.minibatch = self.done = 0

@@ -93,7 +93,7 @@ class SFTConfig(SupervisedArguments):
     )
     dataset_text_field: str = setting("Column of the texts.", "text")
     packing: bool = setting(
-        "Put several texts into a row of max_length tokens; none sees another.", False
+        "Put several texts in a row of max_length tokens; only wrapped ones see each other.", False
     )
     eval_packing: bool | None = setting("Pack the evaluation sets; None: as packing.", None)
     packing_strategy: str = setting(
@@ -111,7 +111,7 @@ class SFTConfig(SupervisedArguments):
     shuffle_dataset: bool = setting("Shuffle the data set before it is packed.", False)
     dataset_kwargs: dict | str | None = setting(
         "JSON; skip_prepare_dataset: true takes rows of input_ids and labels as they are; "
-        "add_special_tokens: false begins texts as they are; append_concat_token: false packs them "
+        "add_special_tokens: false adds no BOS to texts; append_concat_token: false packs them "
         "without an EOS between.",
         None,
     )
@@ -183,8 +183,8 @@ class SFTTrainer(SupervisedTrainer):
         quantization_config: for loading the model by its path.
 
     Logs ``mean_token_accuracy`` and ``entropy`` (nats) of the tokens to learn: in training those of
-    the step that is logged, in evaluation of all; ``num_tokens`` that were trained on; and
-    ``aux_loss`` where the routers' loss is on.
+    the step that is logged, in evaluation of all; ``num_tokens`` of the run so far, prompts
+    included; and ``aux_loss`` where the routers' loss is on.
 
     Raises:
         FileNotFoundError: a path without a model.
@@ -570,7 +570,7 @@ class SFTTrainer(SupervisedTrainer):
     def _lengths(
         self, batch: dict[str, Any], packed: Tensor | None, rows: Tensor
     ) -> list[list[int]] | None:
-        """Tokens of the texts in each row of a batch; None where it is run with padding.
+        """The lengths of the texts in each row of a batch; None where it is run with padding.
 
         Args:
             batch: arguments of the model's forward.

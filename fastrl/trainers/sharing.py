@@ -61,7 +61,7 @@ class SharedBatches(BatchSampler):
 
 
 def weights_of(sizes: Sequence[int | None]) -> list[float]:
-    """The factors of the losses of a step's batches, so that their mean is the mean over examples;
+    """Factors by which the mean of an optimizer step's batch losses is the mean over its examples;
     no factors where all batches have as many examples, or where a size is not known (None)."""
     if None in sizes or len({*sizes}) < 2:
         return []
@@ -93,7 +93,7 @@ def share_batches(loader: Any, processes: Processes, sizes: Sequence[int]) -> Sh
             "number of examples of each process"
         )
     sampler, count = batches.sampler, processes.count
-    if isinstance(sampler, LengthGroupedSampler):  # it groups as many examples as a step has
+    if isinstance(sampler, LengthGroupedSampler):  # it groups whole optimizer steps
         sampler.batch_size *= count
     size = batches.batch_size * count
     shared = SharedBatches(sampler, size, batches.drop_last, processes, sizes)

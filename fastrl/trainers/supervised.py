@@ -138,7 +138,7 @@ class SupervisedArguments(TrainingArguments, metaclass=OfEveryEra):
         "The same as gradient_checkpointing_kwargs, by its newer name.", None
     )
     remove_unused_columns: bool = setting(
-        "transformers'; columns are these trainers' own, so that it changes nothing.", True
+        "transformers'; it changes nothing, as these trainers choose columns themselves.", True
     )
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 - not a field, there and here
@@ -331,8 +331,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batches of the next step, and the number of its tokens or None. Where a process
-        cannot make its batches, all processes raise."""
+        """The batches of the next optimizer step, and the number of its tokens or None. Where a
+        process cannot make its batches, all processes raise."""
         if self.processes.count == 1:
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
             self._parts = weights_of([self.examples_in(batch) for batch in batches])
@@ -359,7 +359,7 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     def examples_in(self, batch: Any) -> int | None:
         """The number of a batch's examples on this process, if the loss is their mean: all examples
-        of a step then weigh the same, also in a short last batch. None: a step's batches do."""
+        of an optimizer step weigh the same, also in a short last batch. None: its batches do."""
         return None
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
@@ -446,8 +446,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
     @property
     def share(self) -> float:
         """The factor of a pass's mean loss. With it, the sum over passes, averaged over processes
-        and over a step's batches, is the mean over all examples. It is 1 for a batch in one pass,
-        except in the last step of an epoch."""
+        and an optimizer step's batches, is the mean over all examples. It is 1 for a batch in one
+        pass, except in the last optimizer step of an epoch."""
         of_all = 1.0 if self._part is None else self._part * self.processes.count
         return of_all * self.share_of_batch
 

@@ -20,7 +20,7 @@ def make_loss(kind: str | type[Loss] | PairObjective, **coefficients: Any) -> Lo
 
     Args:
         kind: a name is a key of :data:`LOSSES`, or "file.py:name" or "module:name" of a class, a
-            row, or a function of two sides.
+            row, or a function of a pair's two sides.
         coefficients: values of the loss's fields, by their names.
 
     Raises:

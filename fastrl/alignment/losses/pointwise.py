@@ -19,7 +19,7 @@ from fastrl.settings import is_number
 @register
 @dataclass(frozen=True)
 class SFT(Loss):
-    """-Σ log π over the tokens of all responses / their number: supervised fine-tuning.
+    """The mean -log π over the tokens of all responses: supervised fine-tuning.
 
     With weights w per response: -Σ w·log π / Σ w. Both sums are over the tokens of all processes.
     """
@@ -117,7 +117,8 @@ class KTO(Loss):
 
     @torch.no_grad()
     def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
-        """The mean of log π - log ref over mismatched pairs, [], of either sign; 0 without a KL."""
+        """The mean of log π - log ref over mismatched pairs, [], of either sign; 0 where the loss
+        has no KL or the batch one prompt."""
         if not self.row.has_kl or batch.total == 1:  # an epoch's last batch may have one prompt
             return torch.zeros((), device=policy.tokens.device)
         other = batch.mismatched()

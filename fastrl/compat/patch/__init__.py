@@ -166,7 +166,6 @@ def rebind(
 
     Args:
         package: a package whose loaded modules are all searched.
-        owners: classes that are searched, too.
         swaps: (old, new), compared by identity.
 
     Returns:

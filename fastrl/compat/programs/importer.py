@@ -43,8 +43,8 @@ class TRLImporter(MetaPathFinder, Loader):
 
 
 def _found(module: ModuleType, renamed: Mapping[str, str], name: str) -> Any:
-    """fastrl's object for a name of TRL's, or a stand-in where the importing file only names it;
-    raises AttributeError without either."""
+    """fastrl's object for a name of TRL's, or a stand-in where the importing file can run without
+    the object; raises AttributeError without either."""
     try:
         return find(name, renamed)
     except AttributeError:

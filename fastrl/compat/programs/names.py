@@ -17,7 +17,7 @@ from typing import Any
 
 from fastrl.compat.programs.calls import calls_of, only_named
 
-API = "1.16.0"  # what trl.__version__ says; names mean what they mean there
+API = "1.16.0"  # what trl.__version__ says; names mean what they mean in that version
 _FASTRL: list[str] = importlib.import_module("fastrl").__all__
 # fastrl's module for each of TRL's names, which TRL's modules re-export from each other.
 HOMES: dict[str, str] = {
@@ -173,7 +173,7 @@ def find(name: str, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
 
 
 def home_of(name: str) -> tuple[str, str] | None:
-    """The module that has a name of TRL's, and its name there; None where only run-trl has it."""
+    """The module with a name of TRL's, and its name there; None: run-trl alone has it, or none."""
     if name in HOMES:
         return HOMES[name], name
     availability = _AVAILABLE.fullmatch(name)

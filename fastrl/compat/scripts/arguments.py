@@ -7,7 +7,7 @@ from typing import Any
 
 from fastrl.settings import setting
 
-_IGNORED = "Ignored where datasets are named."
+_IGNORED = "Ignored where a YAML file has a mixture, under datasets."
 
 
 @dataclass
@@ -60,7 +60,7 @@ class DatasetConfig:
 
     Attributes:
         columns: the columns that are kept; None: all.
-        fraction: its share of the mixture, for all of the data sets or for none.
+        fraction: the data set's share of the mixture; set for all of the data sets or for none.
     """
 
     path: str
@@ -90,12 +90,12 @@ def get_dataset(mixture_config: Any) -> Any:
     """The data sets of a :class:`DatasetMixtureConfig`, one behind the other, as a DatasetDict with
     ``train``; with ``test_split_size`` rows are shuffled, and split into ``train`` and ``test``.
 
-    With fractions f the mixture has the first f·N/Σf rows of each, N as large as all of them
-    allow.
+    With fractions f the mixture has N rows, the first f·N/Σf of each data set, and N is as large as
+    the data sets allow.
 
     Raises:
         ValueError: there is no data set; only some of them have a fraction; a fraction below 0, or
-            none above 0; fractions of streams.
+            none above 0; fractions or ``test_split_size`` of streams.
     """
     from datasets import DatasetDict, concatenate_datasets, load_dataset
 

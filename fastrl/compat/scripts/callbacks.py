@@ -102,7 +102,7 @@ class LogCompletionsCallback(TrainerCallback):
         self._templates = templates_of(self.prompts, rows, range(len(self.prompts)), common)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % (self.freq or state.eval_steps):  # which may be a share in args
+        if state.global_step % (self.freq or state.eval_steps):  # args.eval_steps may be a share
             return
         trainer = self.trainer
         examples = list(zip(self.prompts, self._templates, strict=True))

@@ -58,8 +58,8 @@ def setup_chat_format(
 def clone_chat_template(
     model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
 ) -> tuple[Any, Any, list[Any]]:
-    """Gives a tokenizer the chat template of a source tokenizer, its EOS, and the tokens that only
-    the source has, and the model embeddings for these.
+    """Gives a tokenizer the chat template of a source tokenizer, its EOS, and those of its added
+    tokens that the tokenizer lacks, and the model embeddings for these.
 
     Args:
         resize_to_multiple_of: a number that the embedding's rows are to be a multiple of; each row

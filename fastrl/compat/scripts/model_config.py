@@ -16,8 +16,8 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 @dataclass
 class ModelConfig(metaclass=OfEveryEra):
-    """The model of a training script: names and defaults are TRL 1.x's ``ModelConfig``; those of
-    earlier versions are taken, too, see :mod:`fastrl.eras`.
+    """The model of a training script: names and defaults are of TRL 1.x's ``ModelConfig``; names
+    of earlier versions are taken, too, see :mod:`fastrl.eras`.
 
     Raises:
         ValueError: four and eight bits at once, an unknown dtype or code of four bits, or
@@ -29,12 +29,12 @@ class ModelConfig(metaclass=OfEveryEra):
     dtype: str | None = setting(
         "dtype of the weights: auto (as they are saved), bfloat16, float16 or float32.", "float32"
     )
-    # A setting of TRL until 0.29, which the constructor alone takes.
+    # A setting of TRL until 0.29, which is no flag; the constructor takes it by the metaclass.
     trust_remote_code: bool = kept_setting("Run Python code that comes with the model.", False)
     attn_implementation: str | None = setting("transformers' attention implementation.", None)
     use_peft: bool = setting("Train a LoRA adapter.", False)
     lora_r: int = setting("Rank of the adapter.", 16)
-    lora_alpha: int = setting("Scale of the adapter, times r.", 32)
+    lora_alpha: int = setting("LoRA's α: the adapter is scaled by α/r.", 32)
     lora_dropout: float = setting("Dropout before the adapter.", 0.05)
     lora_target_modules: list[str] | None = setting("Modules to adapt; None: PEFT's.", None)
     lora_target_parameters: list[str] | None = setting("Parameters to adapt.", None)

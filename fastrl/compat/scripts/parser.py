@@ -52,10 +52,10 @@ class TrlParser(HfArgumentParser):
             return_remaining_strings: return a list, too, of words that no dataclass reads, and of
                 the file's settings that none reads, as flags.
             fail_with_unknown_args: refuse settings of the file that no dataclass has.
-            separate_remaining_strings: make this two lists, the file's before the command line's.
+            separate_remaining_strings: return the remaining strings as two lists, the file's first.
 
         Raises:
-            FileNotFoundError: no such file.
+            FileNotFoundError: there is no file at the path of ``--config``.
             ValueError: the file or ``env`` in it is no mapping; a setting or flag is unknown.
         """
         if isinstance(args, bool):  # TRL 0.11 took return_remaining_strings first

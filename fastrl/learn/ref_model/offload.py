@@ -58,7 +58,7 @@ class OffloadRefModel(SecondModel):
 
     @contextlib.contextmanager
     def as_policy(self) -> Iterator[nn.Module]:
-        """Keeps the whole reference on the device: every token needs every layer."""
+        """Keeps the whole reference on the device: each token generated needs all layers."""
         for unit in self.units:
             unit.load(self.device)
         self._all_loaded = True

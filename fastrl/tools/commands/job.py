@@ -51,7 +51,7 @@ def say_none_held_out(count: int, what: str) -> None:
 
 
 def _quant_types() -> tuple[str, ...]:
-    from fastrl.models.quantised import QUANT_TYPES  # torch, which --help does not need
+    from fastrl.models.quantised import QUANT_TYPES  # loads torch, which --help does not need
 
     return QUANT_TYPES
 

@@ -74,7 +74,7 @@ def _advice(run: PlannedRun, plan: Plan) -> Iterator[str]:
 def planned_run(arguments: Sequence[str]) -> PlannedRun:
     """The run that "MODEL [--flag value ...]" describes."""
     job, flags = parse_plan(arguments)
-    from fastrl.tools.commands.planned_run import PlannedRun  # torch, which --help does not need
+    from fastrl.tools.commands.planned_run import PlannedRun  # loads torch: --help needs none
 
     return PlannedRun(job, job.skeleton(), flags)
 

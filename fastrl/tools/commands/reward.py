@@ -64,6 +64,6 @@ def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
 
 
 def _longest(trainer: Any, flags: RewardFlags) -> int:
-    """Tokens of each text of a pair, for a plan: the longest's, as far as two fit a pass."""
+    """The texts' length in a plan: the longest text's, or less if two of it exceed a pass."""
     longest = longest_text(trainer.train_dataset, *ID_COLUMNS)
     return most_in_a_pass(longest, flags.micro_batch_tokens, len(SIDES))

@@ -202,8 +202,8 @@ class GRPOTrainer(OverridableTrainer):
         return 0.0 if self.use_adaptive_entropy and above else self.entropy_coef
 
     def _adapt_entropy(self, total: Tensor, count: Tensor) -> None:
-        """Adds a batch's entropies, and at the end of an optimizer step moves the entropy bonus's
-        coefficient, if it is adaptive, and logs it.
+        """Adds a batch's entropies to the optimizer step's; at the step's end moves the entropy
+        bonus's coefficient, if it is adaptive, and logs it, adaptive or not.
 
         Args:
             total, count: sum and number of a batch's entropies.
@@ -247,7 +247,7 @@ class GRPOTrainer(OverridableTrainer):
 
     def begin_training(self, resumed: Any) -> None:
         super().begin_training(resumed)
-        self._entropy_of_step = None  # an earlier call may have failed within a step
+        self._entropy_of_step = None  # an earlier train() may have failed within a step
         if resumed is not None:
             self.entropy_coef, self._last_entropy = resumed["own"]["entropy"]
 

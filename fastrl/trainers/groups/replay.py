@@ -103,7 +103,7 @@ class _GenerationWalk(LoopWalk):
         )
 
     def _draw(self, rows: list[dict[str, Any]], size: int) -> None:
-        """Draws the responses of ``rows`` again, in groups of ``size``, and compares the two."""
+        """Draws responses again in groups of ``size``, and compares them with those of ``rows``."""
         trainer, respond = self.trainer, self.collector.respond
         room = {"slots": rows[0]["slots"], "length": rows[0]["slot_length"]}
         trainer._rollouts.backend.reserve({"policy": room} if room["slots"] else {})

@@ -69,7 +69,7 @@ class ResponseLog:
         self._columns.clear()
         return noted
 
-    # A trainer calls these.
+    # A trainer adds its responses by these.
 
     def lengths(self, samples: Samples, masks: Sequence[Tensor], mode: str) -> tuple[int, float]:
         """Adds metrics of the lengths of all processes' responses, and of their calls of tools.

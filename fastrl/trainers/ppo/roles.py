@@ -91,7 +91,7 @@ class Run(Protocol):
 
     @property
     def last_step(self) -> int:
-        """The number of the last step."""
+        """The number of the step with which the loop ends."""
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises BadCheckpoint for the state of a run on other prompts."""
