@@ -48,7 +48,7 @@ class Collector:
 
     def __call__(self, asked: Asked) -> Samples | None:
         """This process's responses and rewards; None without prompts. All processes call it."""
-        # In ready() processes wait for each other: outside of shared work, which may be broken off.
+        # At both ends of ready() processes wait: hence outside of work that may be broken off.
         with self.ready(), self.processes.shared_work():
             if not len(asked.prompts):
                 return None

@@ -136,8 +136,8 @@ class Prompts:
         if column not in names:
             wanted = repr(column) if column else "prompt, query or input_ids"
             raise ValueError(
-                f"{of}the dataset has no column {wanted}; its columns are {', '.join(names)}: name the "
-                "prompts' column with prompt_column"
+                f"{of}the dataset has no column {wanted}; its columns are {', '.join(names)}: name "
+                "the prompts' column with prompt_column"
             )
         check_reserved([c for c in names if c != column], f"{of}the dataset")
         if not len(dataset):

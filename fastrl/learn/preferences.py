@@ -73,7 +73,7 @@ class PairObjective:
         function: maps the preferred side, the other one and options to losses [B].
         reads: what the loss is computed from: "r" of both sides; "h" alone (what a prompt adds to
             both r cancels, so that the f-divergence may be another than the reverse KL); "batch",
-            all r of a batch together; "p", the policy's log-probs without a reference.
+            all sides of a batch together; "p", the policy's log-probs without a reference.
         defaults: the options' defaults, by name.
         implied: the reward that the log-probs of a side imply, for metrics; None: β·r, or β·p̄
             without a reference.

@@ -128,8 +128,8 @@ def _plain(value: Any) -> Any:
 
 
 def _copied(value: Any, weight: Tensor | None) -> Any:
-    """A weight's moments from a saved state, copied: a file's tensors are memory-mapped, at
-    addresses that torch would not choose."""
+    """A weight's moments from a saved state, copied: a file's tensors are memory-mapped, and not
+    aligned as torch's own are, by which kernels may round differently."""
     if isinstance(value, (Tensor, SharedOut)):
         return like(value, weight).clone()
     if not isinstance(value, Mapping):
@@ -142,7 +142,7 @@ def _copied(value: Any, weight: Tensor | None) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """A part of a tensor's description as JSON has it."""
+    """A part of the context of a tensor's ``__tensor_flatten__``, as JSON can hold it."""
     return str(value) if isinstance(value, torch.dtype) else value
 
 

@@ -104,7 +104,7 @@ def computed_aux_loss(output: Any) -> Tensor:
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """The routers of a mixture, followed; none of a dense model.
+    """The routers of a mixture, after :func:`follow_routers`; none of a dense model.
 
     Raises:
         ValueError: they cannot be replayed.

@@ -39,15 +39,15 @@ def make_code_reward(
     """The ready reward ``code``: the share of a row's tests that a response's code passes; None
     where it has no tests.
 
-    The code is the last block fenced as ``python`` or without a language, or the whole response
-    where there is none. It runs with the standard library, in a sandbox: docs/ready_rewards.md says
+    The code is the last block fenced as ``python``, ``py``, ``python3`` or without a language, else
+    the whole response. It runs with the standard library, in a sandbox: docs/ready_rewards.md says
     what that keeps out. The column ``tests`` holds, for each row, a list of
 
     - objects with ``input`` and ``output``: the code, as a program, must end with exit status 0 and
       write that output for that input, but for blanks at the ends of lines and of all;
     - or Python texts, as ``assert add(1, 2) == 3``: they run in a sandbox of their own, one after
       the other, and call the code's functions by their names. A column ``entry_point`` says which
-      names are the code's; else all are that no builtin and no module of the standard library has.
+      names are the code's; else all but a builtin's or a standard library module's own name.
 
     Args:
         seconds: the processor time of each process, for a program's run or for all Python texts of
@@ -166,7 +166,7 @@ def tests_of(tests: Any, row: int) -> list[str] | list[tuple[str, str]] | None:
     """The tests of a row: Python texts, or pairs of input and output; None: it has none.
 
     Raises:
-        ValueError: something else, a text that is no Python; names the row.
+        ValueError: anything else, or a text that is no Python; the message names the row.
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         with suppress(json.JSONDecodeError):  # else it is Python

@@ -393,8 +393,9 @@ class BaseTrainer(OpenTrainer):
         """Does the logging and evaluation after a checkpoint's step that an exception prevented,
         with the generators in the states that they had then."""
         run, control, due, args = self._run, self.control, state["due"], self.args
+        model: Any = self.model
         restore_random_state(state["random"])
-        self.model.train()  # by which log() knows of training
+        model.train()  # by which log() knows of training
         control.should_log = due["log"] and args.logging_strategy != "no"
         control.should_evaluate = due["evaluate"] and args.eval_strategy != "no"
         self.log_evaluate_and_save()

@@ -1,4 +1,4 @@
-"""What is due behind a step, its log and its evaluation, where an exception prevents them."""
+"""The log and the evaluation that are due behind a step, where an exception prevents them."""
 
 from __future__ import annotations
 

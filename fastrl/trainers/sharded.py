@@ -78,7 +78,7 @@ class Shares:
         save_tree(tree, folder / SHARES, processes)
 
     def save_model(self, folder: Path, tokenizer: Any, args: Any) -> None:
-        """Writes the whole model, as ``save_model`` does; called by all processes."""
+        """Writes the whole model, as ``Trainer.save_model`` does; called by all processes."""
         state = gathered_state_dict(self.model, keep=args.should_save)
         if args.should_save:
             self.model.save_pretrained(folder, state_dict=state)
@@ -114,7 +114,7 @@ class Shares:
         scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
 
     def _weights(self) -> dict[str, Tensor]:
-        """The weights that a run changes, by name: where there is an adapter, the adapter's."""
+        """Saved buffers, and parameters: with an adapter those trained, else all; by name."""
         named = dict(self.model.named_parameters())
         if hasattr(self.model, "peft_config"):
             named = {name: p for name, p in named.items() if p.requires_grad}
@@ -123,7 +123,7 @@ class Shares:
         return {**named, **buffers}
 
     def _by_names(self, file: Path, optimizer: Any) -> dict[str, Any]:
-        """The state of an optimizer, as torch saves it, by the names of weights."""
+        """Reads an optimizer's state that torch saved by numbers; returns it by weights' names."""
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         names = [
             name for group in optimizer_groups(optimizer, self.model) for name in group["params"]

@@ -112,9 +112,9 @@ def test_mixtures_have_their_shares(tmp_path: Path) -> None:
     assert len(mixed(None, None)["train"]) == 50
     train = mixed(1.0, 3.0)["train"]["text"]
     assert (sum(x[0] == "a" for x in train), len(train)) == (10, 40)
-    assert {k: len(x) for k, x in mixed(None, None, test_split_size=0.2).items()} == {
-        "train": 40, "test": 10,
-    }  # fmt: skip
+    once, again = (mixed(None, None, test_split_size=0.2) for _ in range(2))
+    assert {k: len(x) for k, x in once.items()} == {"train": 40, "test": 10}
+    assert once["test"]["text"][:] == again["test"]["text"][:], "a run is resumed with its rows"
     with pytest.raises(ValueError, match="fraction must be set for all data sets"):
         mixed(1.0, None)
     with pytest.raises(ValueError, match="streams are not split: leave test_split_size out"):

@@ -121,7 +121,8 @@ def get_dataset(mixture_config: Any) -> Any:
     joined = concatenate_datasets(parts)
     if mixture_config.test_split_size is None:
         return DatasetDict({"train": joined})
-    return joined.train_test_split(test_size=mixture_config.test_split_size)
+    # Seeded, unlike TRL's: a run is resumed with the rows that it began with.
+    return joined.train_test_split(test_size=mixture_config.test_split_size, seed=0)
 
 
 def _in_shares(parts: list[Any], shares: list[float | None], streams: bool) -> list[Any]:

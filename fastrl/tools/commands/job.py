@@ -23,7 +23,7 @@ def resume_setting(aliases: Sequence[str]) -> Any:
     """The field of ``--resume``, which may stand without a value."""
     field = setting(
         "Continue the run in --output from its newest good checkpoint; or from a checkpoint's "
-        "folder, given by name.",
+        "folder, given by its path.",
         None,
         aliases=aliases,
     )

@@ -354,7 +354,8 @@ class PreferenceTrainer(SupervisedTrainer):
         return model(**{name: inputs[name] for name in names}, use_cache=False)
 
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The mean loss and load-balancing loss, times :attr:`share`; the examples' losses, [B]."""
+        """The mean loss plus load-balancing loss, times the pass's factor :attr:`share`; the
+        examples' losses, [B]."""
         training = self.model.training
         losses, scored, parts = self.losses(model, inputs)
         loss = losses.mean()
