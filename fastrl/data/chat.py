@@ -154,6 +154,10 @@ def _block_text(block: Any) -> str:
     return str(block.get("text") or "") if isinstance(block, Mapping) else str(block)
 
 
+def _is_text(block: Any) -> bool:
+    return isinstance(block.get("text") if isinstance(block, Mapping) else block, str)
+
+
 def render(
     messages: list[dict[str, Any]],
     tokenizer: Any,
@@ -178,6 +182,8 @@ def render(
 def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
     _check_template(tokenizer, "the data hold chat messages")
     conversation = [as_said(message) for message in messages]
+    if any(isinstance(message.get("content"), list) for message in conversation):
+        conversation = _with_blocks(conversation, tokenizer, options)
     try:
         if any(_texts_of_arguments(conversation)):
             conversation = _with_arguments(conversation, tokenizer, options)
@@ -238,6 +244,33 @@ def _arguments(call: Any) -> Any:
         return json.loads(arguments) if isinstance(arguments, str) else None
     except json.JSONDecodeError:
         return None
+
+
+def _with_blocks(
+    messages: list[dict[str, Any]], tokenizer: Any, options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The messages; content blocks become their joined texts where the template takes texts alone:
+    it fails with them, or writes them as Python writes lists."""
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, **{**options, "tokenize": False, "return_dict": False}
+        )
+    except Exception:  # a template's code may raise anything
+        text = None
+
+    def joined(message: dict[str, Any]) -> dict[str, Any]:
+        blocks = message.get("content")
+        if not isinstance(blocks, list) or (text is not None and str(blocks) not in text):
+            return message
+        others = [x for x in blocks if not _is_text(x)]
+        if others and text is not None:
+            raise ValueError(
+                "the chat template takes texts alone, and a message has the content block "
+                f"{others[0]!r:.80}: give each block a text, or the tokenizer a template of blocks"
+            )
+        return message if others else {**message, "content": content_text(message)}
+
+    return [joined(message) for message in messages]
 
 
 def _with_arguments(

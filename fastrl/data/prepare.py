@@ -275,6 +275,8 @@ def _row_encoder(
                 f"column {chats!r} of row {i} holds {str(chat)[:60]!r}: it must hold chat "
                 "messages (dicts with a role and a content)"
             )
+        if not chat:
+            return [], []  # counted with texts from which nothing is learned
         check_messages(chat, f"column {chats!r} of row {i}")
         templated = encoder.with_template(template_arguments(row, i))
         ids, learned = templated.alone(chat, assistant_only)

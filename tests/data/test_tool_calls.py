@@ -6,6 +6,7 @@ import pytest
 
 from fastrl.collect.tools import Toolbox
 from fastrl.data.chat import render
+from fastrl.data.prepare import prepare_texts
 from fastrl.data.tool_calls import ToolChat, find_reader
 from tests import chat_tokenizer
 
@@ -145,3 +146,42 @@ def test_a_response_template_of_the_tokenizer_is_used() -> None:
     prompt = encode(tokenizer, render([USER], tokenizer, answered=False))
     message, _ = chat_of(tokenizer).read(prompt, encode(tokenizer, text), BOX.schemas)
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["multiply"]
+
+
+_TEXTS_ALONE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        _TEXTS_ALONE,
+        _TEXTS_ALONE.replace("m.content", "m.content.strip()"),
+        _TEXTS_ALONE.replace("{{ m.content", "{{ ' ' + m.content"),
+    ],
+)
+def test_blocks_are_written_as_their_texts_where_a_template_takes_texts_alone(
+    template: str,
+) -> None:
+    tokenizer = chat_tokenizer.tokenizer("hermes")
+    blocks = [{"type": "text", "text": "What"}, {"type": "text", "text": " is it?"}]
+    messages = [{"role": "user", "content": blocks}, {"role": "assistant", "content": "Four."}]
+    plain = [{"role": "user", "content": "What is it?"}, messages[1]]
+    tokenizer.chat_template = template
+    assert render(messages, tokenizer) == render(plain, tokenizer)
+    tokenizer.chat_template = template.replace("m.content", "m.content[0].text")
+    assert "What" in render(messages[:1], tokenizer), "a template that reads blocks gets them"
+
+
+def test_a_block_that_a_template_would_write_as_python_does_is_refused() -> None:
+    tokenizer = chat_tokenizer.tokenizer("hermes")
+    tokenizer.chat_template = _TEXTS_ALONE
+    chat = [{"role": "user", "content": [{"type": "document", "id": 3}]}]
+    with pytest.raises(ValueError, match="takes texts alone, and a message has the content block"):
+        render(chat, tokenizer)
+
+
+def test_a_conversation_without_messages_is_dropped_and_counted() -> None:
+    tokenizer = chat_tokenizer.tokenizer("hermes")
+    rows = [{"messages": [USER, {"role": "assistant", "content": "12"}]}, {"messages": []}]
+    with pytest.warns(UserWarning, match="1 of 2 texts dropped; nothing is learned from them"):
+        assert len(prepare_texts(rows, tokenizer)) == 1
