@@ -154,7 +154,7 @@ def _block_text(block: Any) -> str:
     return str(block.get("text") or "") if isinstance(block, Mapping) else str(block)
 
 
-def _is_text(block: Any) -> bool:
+def _is_text_block(block: Any) -> bool:
     return isinstance(block.get("text") if isinstance(block, Mapping) else block, str)
 
 
@@ -262,7 +262,7 @@ def _with_blocks(
         blocks = message.get("content")
         if not isinstance(blocks, list) or (text is not None and str(blocks) not in text):
             return message
-        others = [x for x in blocks if not _is_text(x)]
+        others = [x for x in blocks if not _is_text_block(x)]
         if others and text is not None:
             raise ValueError(
                 "the chat template takes texts alone, and a message has the content block "
