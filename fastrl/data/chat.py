@@ -182,11 +182,11 @@ def render(
 def _written(messages: Sequence[Any], tokenizer: Any, **options: Any) -> Any:
     _check_template(tokenizer, "the data hold chat messages")
     conversation = [as_said(message) for message in messages]
-    if any(isinstance(message.get("content"), list) for message in conversation):
+    conversation = _with_blocks(conversation, tokenizer, options)
+    if any(_texts_of_arguments(conversation)):
+        conversation = _with_arguments(conversation, tokenizer, options)
         conversation = _with_blocks(conversation, tokenizer, options)
     try:
-        if any(_texts_of_arguments(conversation)):
-            conversation = _with_arguments(conversation, tokenizer, options)
         output = tokenizer.apply_chat_template(conversation, **options)
     except Exception as error:  # a template's code may raise anything
         raise ValueError(
@@ -246,23 +246,29 @@ def _arguments(call: Any) -> Any:
         return None
 
 
+def _text_of(messages: list[Any], tokenizer: Any, options: Mapping[str, Any]) -> str | None:
+    """The text of messages by the chat template; None where it fails."""
+    for_text = {**options, "tokenize": False, "return_dict": False}
+    try:
+        return tokenizer.apply_chat_template(messages, **for_text)
+    except Exception:  # a template's code may raise anything
+        return None
+
+
 def _with_blocks(
     messages: list[dict[str, Any]], tokenizer: Any, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The messages; content blocks become their joined texts where the template takes texts alone:
-    it fails with them, or writes them as Python writes lists."""
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, **{**options, "tokenize": False, "return_dict": False}
-        )
-    except Exception:  # a template's code may raise anything
-        text = None
+    it fails with blocks and not with texts, or writes them as Python writes lists."""
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        return messages
+    text = _text_of(messages, tokenizer, options)
 
     def joined(message: dict[str, Any]) -> dict[str, Any]:
         blocks = message.get("content")
         if not isinstance(blocks, list) or (text is not None and str(blocks) not in text):
             return message
-        others = [x for x in blocks if not _is_text_block(x)]
+        others = [block for block in blocks if not _is_text_block(block)]
         if others and text is not None:
             raise ValueError(
                 "the chat template takes texts alone, and a message has the content block "
@@ -270,7 +276,9 @@ def _with_blocks(
             )
         return message if others else {**message, "content": content_text(message)}
 
-    return [joined(message) for message in messages]
+    texts = [joined(message) for message in messages]
+    fails = text is None and _text_of(texts, tokenizer, options) is None
+    return messages if fails else texts
 
 
 def _with_arguments(
@@ -278,11 +286,8 @@ def _with_arguments(
 ) -> list[dict[str, Any]]:
     """The messages; tool calls' arguments that are texts of JSON become mappings, unless the
     template writes such texts unchanged: most write mappings as JSON, and texts in quotes."""
-    for_text = {**options, "tokenize": False, "return_dict": False}
-    try:
-        text = tokenizer.apply_chat_template(messages, **for_text)
-    except Exception:  # the template takes mappings alone, or fails again with them
-        text = ""
+    # None: the template takes mappings alone, or fails again with them.
+    text = _text_of(messages, tokenizer, options) or ""
     arguments = set(_texts_of_arguments(messages))
     if all(x in text and json.dumps(x, ensure_ascii=False) not in text for x in arguments):
         return messages

@@ -157,7 +157,7 @@ def tokenised_rows(dataset: Any, max_length: int | None = None, num_proc: int | 
     each text's first token is -100.
 
     Raises:
-        ValueError: a row's columns that do not fit each other, named by the row's number.
+        ValueError: no ``input_ids``; a row's columns that do not fit each other, with its number.
     """
 
     def prepare(row: dict[str, Any], i: int) -> dict[str, Any]:
@@ -179,6 +179,8 @@ def tokenised_rows(dataset: Any, max_length: int | None = None, num_proc: int | 
     streams = is_stream(dataset)
     dataset = list_as_dataset(dataset) if streams else keyed(as_dataset(dataset))
     removed = stream_columns(dataset) if streams else dataset.column_names
+    if "input_ids" not in removed:
+        raise ValueError(f"the rows have no input_ids, but {', '.join(removed)}: tokenise them")
     options = map_options(dataset, num_proc, "labelling")
     rows = dataset.map(prepare, with_indices=True, remove_columns=removed, **options)
     return rows.filter(_has_tokens)

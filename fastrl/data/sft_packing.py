@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,9 +49,12 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def are_packed(rows: Any) -> bool:
-    """Whether a data set or stream has rows of several texts, with their ``seq_lengths``."""
-    columns = stream_columns(rows) if is_stream(rows) else getattr(rows, "column_names", None)
-    return isinstance(columns, list) and {"input_ids", SEQ_LENGTHS} <= set(columns)
+    """Whether a list, data set or stream has rows of several texts, with their ``seq_lengths``."""
+    if isinstance(rows, list | tuple):
+        columns: Any = rows[0] if rows and isinstance(rows[0], Mapping) else None
+    else:
+        columns = stream_columns(rows) if is_stream(rows) else getattr(rows, "column_names", None)
+    return isinstance(columns, list | Mapping) and {"input_ids", SEQ_LENGTHS} <= set(columns)
 
 
 def packed(texts: Any, room: int, strategy: str) -> Any:

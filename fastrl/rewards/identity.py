@@ -112,6 +112,8 @@ def _source(x: Any) -> str:
         source = textwrap.dedent(inspect.getsource(x))
         is_ours = (getattr(x, "__module__", None) or "").partition(".")[0] == "fastrl"
         return _without_words(source) if is_ours else source
+    except SyntaxError:  # of a lambda, a part of whose line is no statement
+        return source
     except (OSError, TypeError):
         if isinstance(x, FunctionType):
             consts = [c for c in x.__code__.co_consts if isinstance(c, _PLAIN)]
@@ -122,15 +124,16 @@ def _source(x: Any) -> str:
 def _without_words(source: str) -> str:
     """The lines of a source, without docstrings, comments and blank lines."""
     lines = source.splitlines()
+    documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            for i in range(docstring.lineno - 1, docstring.end_lineno or 0):
+                lines[i] = ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             at, column = token.start
             lines[at - 1] = lines[at - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            docstring = node.body[0]
-            for i in range(docstring.lineno - 1, docstring.end_lineno or 0):
-                lines[i] = ""
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 

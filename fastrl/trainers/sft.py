@@ -267,7 +267,7 @@ class SFTTrainer(SupervisedTrainer):
         self._max_length = length_limit(args, model, tokenizer)
         packs = args.packing or bool(args.eval_packing)
         joins = completions is not None and completions.padding_free
-        brought = _are_packed(train_dataset, eval_dataset, formatting_func, completions)
+        brought = _come_packed(train_dataset, eval_dataset, formatting_func, completions)
         packs_rows = packs or joins or (brought and data_collator is None)
         self._keeps_apart = packs_rows or data_collator is not None
         if packs and data_collator is not None:
@@ -625,7 +625,7 @@ class SFTTrainer(SupervisedTrainer):
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
-def _are_packed(train: Any, evaluation: Any, formatting_func: Any, completions: Any) -> bool:
+def _come_packed(train: Any, evaluation: Any, formatting_func: Any, completions: Any) -> bool:
     """Whether rows come packed, in which padded batches would let texts see each other."""
     of_eval = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
     brought = formatting_func is None and any(map(are_packed, (train, *of_eval)))

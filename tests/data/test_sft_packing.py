@@ -274,6 +274,8 @@ def test_what_cannot_be_packed_is_refused() -> None:
         pack_dataset(rows, 4, "best")
     with pytest.raises(ValueError, match="seq_length must be at least 1"):
         pack_dataset(rows, 0)
+    with pytest.raises(ValueError, match="the rows have no input_ids, but text: tokenise them"):
+        pack_dataset(Dataset.from_dict({"text": ["w3"]}), 4)
     with pytest.raises(ValueError, match="packed already"):
         pack_dataset(pack_dataset(rows, 4), 8)
 
@@ -281,7 +283,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"packing": True, "max_length": 40}, {"padding_free": True}]
 )
-@pytest.mark.parametrize("kind", ["trl", "fastrl", "stream"])
+@pytest.mark.parametrize("kind", ["trl", "fastrl", "stream", "list"])
 def test_texts_of_rows_that_came_packed_are_kept_apart(
     make_sft: Make, kind: str, settings: dict[str, Any]
 ) -> None:  # fmt: skip
@@ -294,6 +296,7 @@ def test_texts_of_rows_that_came_packed_are_kept_apart(
     plain = make_sft(None, Dataset.from_dict({"input_ids": ids}), **alone)
     one = {**alone, "per_device_train_batch_size": len(rows)}
     rows = rows.to_iterable_dataset() if kind == "stream" else rows
+    rows = rows.to_list() if kind == "list" else rows
     packs = make_sft(None, rows, **one, **settings)
     plain.train()
     packs.train()

@@ -1,5 +1,6 @@
 """Calls of tools as chat templates write them: read out of responses, and their results."""
 
+import json
 from typing import Any
 
 import pytest
@@ -185,3 +186,24 @@ def test_a_conversation_without_messages_is_dropped_and_counted() -> None:
     rows = [{"messages": [USER, {"role": "assistant", "content": "12"}]}, {"messages": []}]
     with pytest.warns(UserWarning, match="1 of 2 texts dropped; nothing is learned from them"):
         assert len(prepare_texts(rows, tokenizer)) == 1
+
+
+@pytest.mark.parametrize("reads_blocks", [False, True])
+@pytest.mark.parametrize("family", ["hermes", "xml"])
+def test_blocks_stand_beside_arguments_of_json(family: str, reads_blocks: bool) -> None:
+    """A template may take blocks alone or texts alone, and mappings alone or JSON alone."""
+    tokenizer = chat_tokenizer.tokenizer(family)
+    written = {**CALL, "function": {"name": "multiply", "arguments": json.dumps(ARGUMENTS)}}
+
+    def chat(content: Any, call: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+
+    expected = render(chat("What?", CALL), tokenizer)
+    if reads_blocks:
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "turn(m.role, m.content)", "turn(m.role, m.content[0].text)"
+        )
+    assert render(chat([{"type": "text", "text": "What?"}], written), tokenizer) == expected

@@ -85,6 +85,14 @@ def test_words_and_the_place_of_our_own_code_are_not_what_it_does(module, tmp_pa
     assert ids[0] != ids[2]
 
 
+def test_a_lambda_of_ours_is_its_line_though_that_is_no_statement(tmp_path):
+    path = tmp_path / "m.py"
+    path.write_text("pairs = [('a',\n    lambda rows: len(rows))]\n")
+    names = {"__name__": "fastrl.rewards.of_ours"}
+    exec(compile(path.read_text(), path, "exec"), names)
+    assert len(identity_of(names["pairs"][0][1])) == 12
+
+
 def test_a_partial_is_its_arguments_too(written):
     score = written().score
     assert identity_of(functools.partial(score, a=1)) != identity_of(functools.partial(score, a=2))

@@ -572,6 +572,8 @@ class Loop:
                     answers.append(getattr(callback, event)(self.trainer, *args))
                 except Exception as error:
                     errors.append(error)
+        for further in errors[1:]:
+            warnings.warn(f"another callback failed, too: {further!r}", stacklevel=3)
         if errors:
             raise errors[0]
         return answers
