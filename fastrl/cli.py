@@ -55,9 +55,9 @@ commands:
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
 error shows its traceback.
 
-exit status: 0 done; 1 a goal was missed, a run is ill, a replay differs, or a
-bug in fastrl; 2 an error in the input, or in a function that it names; 130, 143
-stopped by Ctrl-C, SIGTERM
+exit status: 0 done; 1 a goal was missed, a run is ill, a replay differs, a
+program cannot be migrated, or a bug in fastrl; 2 an error in the input, or in a
+function that it names; 130, 143 stopped by Ctrl-C, SIGTERM
 """
 
 # Errors of the user's input, which are printed as one line.
@@ -66,7 +66,7 @@ _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 _NO_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 # Environment variables of all processes but the main one.
 _QUIET = {**_NO_BARS, "TRANSFORMERS_VERBOSITY": "error"}
-# Further errors that are printed as one line, by their names: torch, say, may not be imported.
+# Further errors that are printed as one line, by their names: torch, say, need not be imported yet.
 _ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "PeerFailed")
 
 

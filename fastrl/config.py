@@ -52,7 +52,7 @@ OPTIMIZERS = (
     *("paged_ademamix_32bit", "stable_adamw", "grokadamw"),
 )
 REFERENCE_DTYPES = ("auto", "float32", "bfloat16")
-# Settings that a policy loss reads, by the argument of its row that they make.
+# Settings that only those policy losses read whose row lists the argument that is the key here.
 _SETTINGS_OF_LOSSES = {
     "sapo_temperatures": ("sapo_temperature_pos", "sapo_temperature_neg"),
     "vespo_powers": ("vespo_k_pos", "vespo_k_neg"),
@@ -147,7 +147,7 @@ class PPOConfig:
         "Drop columns that neither the model nor the loop uses (label, query, response stay).", True
     )
     dataset_num_proc: int | None = setting(
-        "Processes for preparing the data set.", None, within="[1, inf)"
+        "Changes nothing: prompts are encoded in this process.", None, within="[1, inf)"
     )
 
     # Optimisation
@@ -238,8 +238,8 @@ class PPOConfig:
     old_logprobs: str = setting(
         "Source of the log-probs and values before the update: rollout (computed while "
         "generating), recompute (another forward), auto (the rollout, if a few samples that are "
-        "scored again agree with it; another forward for kl_in='reward' without values, where "
-        "the rollout's rounding would be a KL that groups of equal rewards learn).",
+        "scored again agree with it; another forward for kl_in='reward' without values, as the "
+        "rollout's rounding would count as KL, and groups of equal rewards would learn it alone).",
         "auto",
         choices=OLD_LOGPROBS,
     )
@@ -393,8 +393,8 @@ class PPOConfig:
         within="(0, inf]",
     )
     mask_truncated_completions: bool = setting(
-        "Learn nothing from responses that were cut at their longest; their scores still count "
-        "in their groups.",
+        "Learn nothing from responses that a length limit cut; their scores still count in their "
+        "groups.",
         False,
     )
 

@@ -87,7 +87,7 @@ NOT_CALLED: dict[str, dict[str, str]] = {
         "loss": "register it by fastrl.register_policy_loss and name it as PPOConfig.policy_loss",
         "train_minibatch": "pass an optimizer, or set max_grad_norm and its like in PPOConfig",
         "batched_forward_pass": "wrap the model, whose forward every pass goes through",
-        "prepare_model_inputs": "pass training_data_collator, which pads them",
+        "prepare_model_inputs": "pass training_data_collator, which pads the model's inputs",
         "_kl_penalty": "override compute_rewards",
         "_step_safety_checker": "check before step() is called",
         "_early_stop": "set target_kl",
@@ -96,7 +96,8 @@ NOT_CALLED: dict[str, dict[str, str]] = {
 
 
 def overridden(trainer: type) -> frozenset[str]:
-    """The names of a class of trainers that a class outside of fastrl and transformers defines."""
+    """The names of a trainer class's attributes that come from a class outside of fastrl and
+    transformers."""
     definer: dict[str, type] = {}
     for each in reversed(trainer.__mro__):
         definer |= dict.fromkeys(vars(each), each)

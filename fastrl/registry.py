@@ -66,7 +66,7 @@ def group_advantage(name: str) -> Callable[[F], F]:
     The function gets the rewards R of the responses to each prompt, less that of the first one that
     counts, [groups, size] fp32, 0 where a response does not count (such as one without a reward);
     and which count, [groups, size] bool. It returns advantages [groups, size]; those of responses
-    that do not count, and of groups with fewer than two that do, are 0 in their place.
+    that do not count, and of groups with fewer than two that do, are replaced by 0.
 
     Raises:
         TypeError: used without a name; a function with other parameters.

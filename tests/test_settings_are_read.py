@@ -58,6 +58,7 @@ SET = {
     "dataloader_pin_memory": "the alignment framework's batches stay on the host",
     "per_device_train_batch_size": "of the alignment framework: refused but for the factory's",
     "ignore_data_skip": "of the alignment framework: it warns",
+    "greater_is_better": "of online tasks without a metric: a reward or win rate, which is said",
 }
 
 

@@ -116,8 +116,15 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "model": "one with several labels is trained with a warning; TRL refuses it",
         "processing_class": f"{_TOKENIZER}; one without a pad token is refused",
         "optimizer_cls_and_kwargs": _OPTIMIZERS,
+        "compute_metrics": "predictions are P(chosen) and P(rejected), [pairs, 2], and labels 0, "
+        "as in TRL's classic trainer; in TRL 1.x predictions are rewards, [2·pairs, 1]",
     },
-    "DPO": {"processing_class": _TOKENIZER, "peft_config": "prompt learning is refused"},
+    "DPO": {
+        "processing_class": _TOKENIZER,
+        "peft_config": "prompt learning is refused",
+        "compute_metrics": "predictions have the rows of all pairs; TRL loses those of the last "
+        "batch's rejected texts if it is smaller than the others",
+    },
     "KTO": {"processing_class": _TOKENIZER, "peft_config": "prompt learning is refused"},
     "GRPO": {
         "reward_funcs": _REWARDS,

@@ -134,8 +134,8 @@ class RewardAnnotator:
         """Rewards of B responses.
 
         Raises:
-            ValueError: a reward function does not return B finite numbers, or None where another
-                judges; or it needs ``completion_ids``, and the annotator has no tokenizer.
+            ValueError: a reward function returns other than B finite numbers (None is allowed where
+                another judges), or needs ``completion_ids``, and the annotator has no tokenizer.
             TimeoutError: a reward function takes longer than the time limit of ``reward``.
         """
         ids, finished = None, columns.pop("finished", None)

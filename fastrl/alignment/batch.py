@@ -43,7 +43,7 @@ class Batch(dict[str, Any]):
         places: the indices of the batch's samples among the samples of all processes; empty for a
             process without samples, which takes part only because the other processes wait for it.
         total: how many samples all processes have.
-        weight_in_step: of one of an optimizer step's mini-batches: the factor of its mean loss.
+        weight_in_step: what the mean loss of a mini-batch is multiplied by in its optimizer step.
         seed: seeds what a loss draws for the batch, the same in all processes.
     """
 

@@ -73,7 +73,7 @@ class OnlineEvaluation:
     def __call__(self, policy: Any, reference: Any) -> dict[str, float]:
         with self.processes.shared_work():
             judged_here = self._judge()
-            # Reading resets the annotator's counts: the next training batch's would include them.
+            # Reading resets the counts, which the next training batch's would otherwise include.
             counts = self.factory.annotator.statistics()
         parts = self.processes.objects((judged_here, counts))
         judged = sorted(row for rows, _ in parts for row in rows)
@@ -117,7 +117,7 @@ class OnlineEvaluation:
             else:
                 before = self.judged[0]
                 first = list(map(as_answer, prompts, [before.completions[i] for i in ids]))
-                # Earlier versions' checkpoints do not say which responses ended: all count as such.
+                # Earlier versions' checkpoints lack ``finished``: all responses count as ended.
                 ended = [before.finished is None or before.finished[i] for i in ids]
                 verdicts = ask_preferences(
                     annotator, prompts, answers, first, columns, (finished, ended)

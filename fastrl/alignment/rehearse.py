@@ -1,4 +1,4 @@
-"""Rehearses the alignment framework's trainer, with made data and an indifferent annotator."""
+"""Rehearses the alignment framework's trainer, with made-up data and an indifferent annotator."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from tqdm.auto import tqdm
 
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.batch import Batch
@@ -47,6 +48,7 @@ from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method
 from fastrl.run.random_state import restore_random_state, seed_at
+from fastrl.run.transformers_settings import reads_best_metric
 from fastrl.run.value_head_file import HEAD_NAME
 from fastrl.samples import joined_statistics
 from fastrl.settings import warn_of_idle
@@ -165,6 +167,8 @@ class Trainer(BaseTrainer):
                 if factory.task.online
                 else OfflineEvaluation(eval_factory, self.loss, self.processes)
             )
+            if isinstance(self.evaluation, OnlineEvaluation):
+                self._compare_by(f"eval_{self.evaluation.name}")
         self._place = _Place()
         self._accumulated: list[Batch] = []  # mini-batches of the optimizer step under way
         self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
@@ -184,6 +188,15 @@ class Trainer(BaseTrainer):
             limit = length_limit(args, model, factory.tokenizer)
             if limit is not None:
                 factory.limit(limit)
+
+    def _compare_by(self, metric: str) -> None:
+        """Takes ``metric`` for ``metric_for_best_model`` where that is transformers' default, the
+        loss, which online evaluations do not compute."""
+        args = self.args
+        if reads_best_metric(args) and args.metric_for_best_model in ("loss", "eval_loss"):
+            args.metric_for_best_model, args.greater_is_better = metric, True
+            if self.is_world_process_zero():
+                tqdm.write(f"metric_for_best_model is {metric}, of which higher values are better")
 
     def _check_passes(self, most: int) -> None:
         """Raises ValueError for an example that no pass can hold, or a loss with a ``backward``."""

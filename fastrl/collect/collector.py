@@ -48,7 +48,7 @@ class Collector:
 
     def __call__(self, asked: Asked) -> Samples | None:
         """This process's responses and rewards; None without prompts. All processes call it."""
-        # At both ends of ready() processes wait: hence outside of work that may be broken off.
+        # Processes wait at both ends of ready(): it encloses shared_work(), which may break off.
         with self.ready(), self.processes.shared_work():
             if not len(asked.prompts):
                 return None

@@ -212,6 +212,6 @@ def warn_of_another_machine(recorded: Sequence[Mapping[str, Any]]) -> None:
             f"the run was done under other conditions ({changed}): the replay is the same "
             "computation, but its last bits may differ, and with them tokens"
             + other_draws(recorded[-1]["versions"])
-            + (f"; start it with {remedy} for the run's" if remedy else ""),
+            + (f"; start it with {remedy} for the run's bits" if remedy else ""),
             stacklevel=4,
         )

@@ -188,7 +188,7 @@ def _with(prompt: Sequence[dict[str, Any]], observation: Any, kind: str) -> list
 
 
 def _reward_of(kind: type) -> Callable[..., Any]:
-    """Makes the reward function of a class of environments: None for one of another class."""
+    """Makes the reward function of a class of environments; it returns None for those of others."""
     method: Callable[..., Any] = kind.get_reward  # type: ignore[attr-defined]
 
     def places_of_kind(environments: Sequence[Any]) -> list[int]:

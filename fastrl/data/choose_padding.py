@@ -358,11 +358,11 @@ def classifier_side(
     if anywhere is not None:
         raise ValueError(
             f"{type(plain).__name__}: what it says of a text depends on the padding beside it, and "
-            "several processes cannot do without: run it in one process"
+            "several processes cannot do without padding: run it in one process"
         )
     warnings.warn(
         f"{type(plain).__name__}: what it says of a text depends on the padding beside it, so that "
-        "texts are run without, those of one length at a time",
+        "texts are run without padding, those of one length at a time",
         stacklevel=stacklevel + 1,
     )
     return None

@@ -136,8 +136,9 @@ class Encoder:
     def joined(
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True
     ) -> tuple[list[int], int]:
-        """The token ids of a prompt and its answer, and how many of them are the prompt's. With a
-        blank prompt that is 0: :meth:`alone` reads both as one text, or an answer of messages."""
+        """The token ids of a prompt and its answer, and how many of them are the prompt's: none
+        of a blank prompt, with which :meth:`alone` reads prompt and answer as one text, or the
+        answer only, if one of the two is messages."""
         if not prompt or (isinstance(prompt, str) and is_blank(prompt)):
             both = isinstance(prompt, str) and isinstance(answer, str)
             ids, _ = self.alone(prompt + answer if both else answer)  # type: ignore[operator]

@@ -214,7 +214,7 @@ def completions_of(batch: Mapping[str, Any], packed: bool = False, prefix: str =
     Args:
         batch: ``input_ids``, ``attention_mask`` and ``completion_mask`` [B, T].
         packed: run the batch without padding, and shared prompts once, unless a row lacks a
-            completion, or has, from a user's collator, padding in front or tokens behind that.
+            completion, or a user's collator put padding in front or tokens behind a completion.
         prefix: what the three columns' names in the batch begin with.
     """
     names = ("input_ids", "attention_mask", "completion_mask")
@@ -388,7 +388,7 @@ def _as_one_kind(row: Mapping[str, Any], sides: Sequence[str]) -> Mapping[str, A
     )
     if whole:
         warnings.warn(
-            f"{' and '.join(sides)} begin with the whole prompt: it is taken from there",
+            f"{' and '.join(sides)} begin with the whole prompt: it is cut off there",
             stacklevel=2,
         )
         answers = [answer[len(prompt) :] for answer in answers]

@@ -71,7 +71,7 @@ def prepare_texts(
         formatting_func: returns a row's text, or a list of texts for a batch of rows.
         completions: finds the tokens to learn behind its response template.
         append_eos: end texts with EOS; chat templates write their own, and token ids stay.
-        add_special: begin texts as the tokenizer does.
+        add_special: add the special tokens that the tokenizer puts at both ends of a text.
         completion_only: learn only the completion of rows with a prompt and a completion.
         assistant_only: learn only the assistant's turns of messages, or of a completion of
             messages.

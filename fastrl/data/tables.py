@@ -159,8 +159,8 @@ def _refuse_path(dataset: Any) -> None:
     """Raises TypeError for a path, which commands take, and trainers do not."""
     if isinstance(dataset, str | os.PathLike):
         raise TypeError(
-            f"{os.fspath(dataset)!r:.200} is the name of a data set, where one was expected: pass "
-            "what datasets.load_dataset makes of it, with a split, or a list of rows"
+            f"{os.fspath(dataset)!r:.200} is the name of a data set, where the data set itself was "
+            "expected: pass what datasets.load_dataset makes of it, with a split, or a list of rows"
         )
 
 

@@ -138,8 +138,8 @@ _KNOWN = {
 }
 
 
-# Reads an assistant's message out of the prompt, the response without its last token if that ends
-# turns, and the schemas of the tools that the prompt names.
+# Reads the assistant's message in a response. Its arguments: the prompt, the response without its
+# last token if that ends turns, and the schemas of the tools that the prompt names.
 Reader = Callable[[str, str, Sequence[Any]], dict[str, Any]]
 
 

@@ -38,9 +38,9 @@ def apply_chat_template(
     Args:
         tokenizer, processing_class: a tokenizer or a processor with a chat template, by its older
             or its newer name.
-        tools: an argument of the template, as are further ones and those in the row's column
-            ``chat_template_kwargs``. Of ``tools``, column and messages the template gets no keys
-            that are None, but ``content``: tables add such keys where only other rows have them.
+        tools: an argument of the template, as are ``template_kwargs`` and the entries of the row's
+            column ``chat_template_kwargs``. In ``tools``, that column and messages, keys whose
+            value is None are left out, but for ``content``: tables add them for other rows' sake.
 
     Raises:
         TypeError: no tokenizer.
@@ -197,8 +197,8 @@ class ConstantLengthDataset(IterableDataset):
             characters are read at a time.
         eos_token_id: the token between texts, if the tokenizer has no EOS.
         shuffle: shuffle the texts read at a time, and then their rows, by Python's generator.
-        append_concat_token, add_special_tokens: end texts with EOS; begin them as the tokenizer
-            does.
+        append_concat_token, add_special_tokens: end texts with EOS; add the tokenizer's special
+            tokens to them.
     """
 
     def __init__(

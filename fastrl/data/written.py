@@ -19,7 +19,7 @@ class WrittenJson(Json):
     """JSON whose mappings are read as :class:`fastrl.data.chat.Written`; files have plain JSON."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Json) and other.decode  # so tables of both can be joined
+        return isinstance(other, Json) and other.decode  # so tables of either kind can be joined
 
     __hash__ = None  # type: ignore[assignment]
 

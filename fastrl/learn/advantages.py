@@ -141,14 +141,14 @@ class DecoupledGAE(GAE):
 
 
 def discounted_sums(x: Tensor, mask: Tensor, discounts: Tensor) -> Tensor:
-    """Σ_{k≥0} a^k·x_(t+k) over the counted steps from t on, [B, T], with a discount a for each row,
-    in ⌈log₂ T⌉ passes: each adds up twice as many steps as the one before.
+    """Σ_{k≥0} a^k·x_(t+k) over the tokens from t on that count, [B, T], with a discount a for each
+    row, in ⌈log₂ T⌉ rounds: the sums after each are over twice as many tokens as before.
 
     Args:
         x: [B, T], 0 where the mask [B, T] is False.
         discounts: [B], in [0, 1].
     """
-    order = (~mask).long().argsort(dim=-1, stable=True)  # counted steps first
+    order = (~mask).long().argsort(dim=-1, stable=True)  # tokens that count first
     sums, discount, steps = x.gather(-1, order), discounts[:, None], 1
     while steps < sums.shape[-1]:
         later = torch.nn.functional.pad(sums[:, steps:], (0, steps))

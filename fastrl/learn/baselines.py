@@ -1,8 +1,9 @@
 """Baselines of a group: a reward is compared with those of the other responses to its prompt.
 
 Functions of advantages take rewards [groups, size], less that of the group's first response that
-counts, so that equal ones are exactly 0, and a mask ``counts`` of the responses that count: those
-whose reward is not NaN. The others have 0 for it, and their result is not read.
+counts, so that equal ones are exactly 0, and a mask ``counts`` of the responses that count: by
+:func:`grouped` those whose reward is not NaN, in PPO those with a token that counts. The others
+have 0 for their reward, and their result is not read.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def compared(
     that counts.
 
     Args:
-        groups, counts: what :func:`grouped` returns.
+        groups, counts: rewards as :func:`above_first` returns them, and which count.
 
     Raises:
         ValueError: a user's function returns no tensor, one of another shape, one with a gradient,

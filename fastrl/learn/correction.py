@@ -147,8 +147,8 @@ def sampler_logprobs(
     for i, x in enumerate(logprobs):
         if (x > _ROUNDING).any():
             raise ValueError(
-                f"the rollout's log-probs of sequence {i} reach {float(x.nan_to_num().max())}, and "
-                "none is above 0: give log-probs, not their negatives or probabilities"
+                f"the rollout's log-probs of sequence {i} reach {float(x.nan_to_num().max())}, but "
+                "log-probs are at most 0: give log-probs, not their negatives or probabilities"
             )
     return logprobs
 

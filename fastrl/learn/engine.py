@@ -53,10 +53,11 @@ class Engine:
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """Context of a forward and backward; in a step's ``last`` one processes exchange gradients.
+        """Context of a forward and backward; in the ``last`` of an optimizer step processes
+        exchange gradients.
 
         accelerate's own ``accumulate()`` counts mini-batches, wrongly after an exception and where
-        a step has fewer than ``gradient_accumulation_steps``.
+        an optimizer step has fewer than ``gradient_accumulation_steps``.
         """
         self.accelerator.sync_gradients = last
         with nullcontext() if last else self.accelerator.no_sync(self.model):

@@ -31,7 +31,8 @@ class Experience:
         values, returns: V, and its targets; without a value function zeros, and sums of rewards.
         kls: the KL over the vocabulary, where it is not estimated from samples.
         sampler_weights: importance weights of the policy's loss; None: 1.
-        chosen: 1 or 0, which tokens the policy learns from; None: all, or by ``top_entropy``.
+        chosen: 1 or 0, which tokens the policy learns from; None: all, or those that the
+            objective's ``top_entropy`` chooses.
         sampled: the sampler's log-probs, where the loss reads them.
         weights: weights of each sample's tokens; None: 1.
         of_samples: how often each sample counts; None: once.

@@ -247,8 +247,8 @@ class GradientStep:
         self, minibatch: Experience, limit: PassLimit
     ) -> tuple[Experience, list[Experience], int]:
         """This process's part of a mini-batch, the parts of it that a forward runs at a time, and
-        how many of these parts, the first, count. The others are a sample that is not learned from:
-        all processes need as many forwards, because they wait for each other in them."""
+        how many of these, the first ones, count. Each other part is a sample that is not learned
+        from: processes wait for each other in forwards, and so all need the same number of them."""
         if self.engine.processes.count == 1:
             parts = minibatch.split(limit)
             return minibatch, parts, len(parts)

@@ -104,7 +104,7 @@ class Activations:
         if self.recomputed:
             for model in models:
                 saved.enter_context(checkpointed(all_layers(model.pretrained_model)))
-        # One context for both: of two nested ones, the inner one alone would see what is saved.
+        # One context for all models: of nested ones the innermost alone would see what is saved.
         saved.enter_context(self.offloading(models[0] if len(models) == 1 else ModuleList(models)))
         return saved
 

@@ -142,8 +142,8 @@ class TokenLoss:
     """Computes L over the tokens of a mini-batch, or of a part of it.
 
     KL_t is that of the experience's KL term; with ``corrects_kl`` it is multiplied by ρ_t
-    (DeepSeek-V3.2), the token's own even where ℓ_t reads a sequence's: a sequence's would make the
-    gradient no KL's.
+    (DeepSeek-V3.2), the token's own ratio even where ℓ_t reads a sequence's: with the latter the
+    gradient would not be that of a KL.
 
     Args:
         objective: ℓ, and the bounds of its ratio.
@@ -224,7 +224,8 @@ class TokenLoss:
         """D of a mini-batch of responses.
 
         Args:
-            generated: learned tokens per mini-batch of those generated together: D if ``per_step``.
+            generated: D if ``per_step``: the mean number of learned tokens in one of the
+                mini-batches that were generated together.
         """
         if self.per_step:
             return max(generated, 1e-9)
@@ -233,13 +234,13 @@ class TokenLoss:
     def in_one_pass(
         self, given: Pass, entropy_coef: float, processes: int
     ) -> PolicyObjective | None:
-        """The loss of a pass as the LM head computes it with its gradient, less c·mean_t H_t; None
-        where the head cannot.
+        """The objective by which the LM head computes a pass's loss, less c·mean_t H_t, and its
+        gradient; None where the head cannot.
 
         It cannot where there is a KL times a ratio other than 1, which the kernels do not have; a
         mask of responses that are off the policy, or thresholds of entropy over several processes,
-        which need all log-probs first; a mean of entropies that weighs tokens otherwise than the
-        loss; a loss that is scaled; or no token.
+        which need all log-probs or entropies first; a mean of entropies that weighs tokens
+        otherwise than the loss; a loss that is scaled; or no token.
 
         Args:
             entropy_coef: c, as it is now.

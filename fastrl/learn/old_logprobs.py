@@ -14,8 +14,8 @@ from fastrl.learn.scorer import Scorer
 from fastrl.models.host_memory import to_device
 from fastrl.samples import Samples
 
-# Largest difference in fp32, mean difference in lower precision, of log-probs and of values, with
-# which those of a rollout are reused.
+# A rollout's log-probs and values are reused if they differ from those of another forward by no
+# more than this: the largest difference in fp32 and fp64, the mean one in lower precision.
 _TOLERANCES = {torch.float32: ("max", 1e-4), torch.float64: ("max", 1e-4)}
 _LOW_PRECISION = ("mean", 5e-3)
 _AUDITED = 4  # samples per step that are scored again, at most

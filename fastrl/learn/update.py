@@ -106,7 +106,7 @@ class UpdateRecord:
         self.stopped_early |= outcome.moved_too_far
 
     def gather(self, processes: Processes) -> None:
-        """Adds up the processes' shares of the statistics; ratios become those of all of them."""
+        """Adds up the processes' shares of the statistics, and joins all processes' ratios."""
         if processes.count == 1 or not self.minibatches:
             return
         self.minibatches = list(processes.sums(torch.stack(self.minibatches)))

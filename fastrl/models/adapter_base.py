@@ -168,8 +168,8 @@ def warn_of_other_base(model: Any) -> None:
 
 
 def _refuse_half_resized(peft_model: Any) -> None:
-    """Raises ValueError where embedding and head have other rows than in the base's files, and the
-    adapter is on one of the two: PEFT saves only that one's rows."""
+    """Raises ValueError where embedding and head have more or fewer rows than in the base's files,
+    and the adapter is on one of the two: PEFT saves only that one's rows."""
     base = peft_model.get_base_model()
     layers = base.get_input_embeddings(), base.get_output_embeddings()
     if sum(hasattr(layer, "base_layer") for layer in layers) != 1:

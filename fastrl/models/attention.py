@@ -133,7 +133,8 @@ def _parts_of_row() -> PackedParts | None:
 
 
 def attached(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which layers call this module's attention and functions of packed rows."""
+    """Context in which a model's layers call the attention of :func:`attending`, and recurrent
+    layers our functions for packed rows and for decode steps of slots."""
     swaps: list[tuple[Any, str, Any]] = []
     configs: dict[int, Any] = {}
     homes = set()

@@ -196,7 +196,8 @@ def _scored(
 def choose_head(model: Any, inputs: Inputs) -> Head:
     """The first head that reproduces the model's own log-probs, entropies and hidden states.
 
-    ``inputs`` is a small batch for the comparison. A warning says why not the head before it.
+    ``inputs`` is a small batch for the comparison. A warning says why the head before the chosen
+    one does not.
 
     On fewer rows than all, the head's product may be summed in another order, and be rounded to the
     next number of its dtype: log-probs and entropies may be off by the largest logit's rounding,

@@ -173,7 +173,7 @@ def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
     Args:
         options: keywords of ``from_pretrained``. Unless given, ``dtype`` is the checkpoint's, but
             of an adapter's base float32, as the adapter's weights are: in the bfloat16 in which
-            most bases are saved its scores would not be those that it was trained to.
+            most bases are saved its scores would not be those that it was trained to give.
 
     Raises:
         FileNotFoundError, OSError: see :func:`load_language_model`.
@@ -434,7 +434,7 @@ class _Checkpoint:
         with init_empty_weights(include_buffers=False):
             model = loader.from_config(config, **options)
         model.tie_weights()
-        with contextlib.suppress(OSError):  # a model need not have one
+        with contextlib.suppress(OSError):  # a model need not have generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(
                 self.folder, **hub_options(self.options)
             )

@@ -165,8 +165,8 @@ class MistralCommonTokenizer(MistralCommonBackend):
 
     @property
     def backend_tokenizer(self) -> Any:
-        """A stand-in for a fast tokenizer's backend: it has no steps that change a text, and a text
-        that identifies the tokenizer."""
+        """A stand-in for a fast tokenizer's backend: it has no steps that change a text, and its
+        ``to_str`` returns a text that identifies the tokenizer."""
         version = self.tokenizer.instruct_tokenizer.tokenizer.version
         content = json.dumps([self.get_vocab(), version.value])
         steps = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))

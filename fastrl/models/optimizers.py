@@ -292,7 +292,7 @@ def _read(name: str, argument: str, value: str, default: Any) -> Any:
         if kind is bool:
             return _WORDS[value.lower()]
         if kind in (int, float, str):
-            # A whole default, such as momentum's 0, may be replaced by any number.
+            # A default that is an integer, such as momentum's 0, may be replaced by any number.
             return kind(value) if kind is not int or value.isdecimal() else float(value)
         if kind is torch.dtype:
             return getattr(torch, value)

@@ -216,7 +216,7 @@ def _of_one_width(*tensors: Tensor) -> list[Tensor]:
 
 
 def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each query attends to, [queries, keys] bool; the last stands at the last key."""
+    """Which keys each query attends to, [queries, keys] bool; the last query is at the last key."""
     before = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
     return mask if window is None else mask.triu(before + 1 - window)

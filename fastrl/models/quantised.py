@@ -84,9 +84,9 @@ def settle(model: nn.Module) -> None:
         if getattr(state, "packing_format_for_cpu", False):
             raise ValueError(
                 f"the four-bit weight of {name} is in bitsandbytes' layout for inference on a CPU, "
-                "which has no gradient and rounded scales, because the model has run before: load "
-                "it again, by fastrl's from_pretrained or load_language_model, or give it to "
-                "fastrl before it runs"
+                "which has no gradient, and whose scales are rounded, because the model has run "
+                "before: load it again, by fastrl's from_pretrained or load_language_model, or "
+                "give it to fastrl before it runs"
             )
         layer.support_avx512bf16_for_cpu = False
         if layer.bias is not None and layer.compute_dtype is not None:

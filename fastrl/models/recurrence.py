@@ -36,8 +36,8 @@ def convolved(
     the last tokens of its prompt in front of each response.
 
     Args:
-        convolve: the model's function, which is called with a longer row; it is not called on CPUs,
-            where sums of products are faster.
+        convolve: the model's function, called with the row and these places in front of its texts;
+            it is not called on CPUs, where sums of products are faster.
         weight: [C, K].
     """
     width = weight.shape[-1]
@@ -71,8 +71,8 @@ def gated_delta_rule(
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`fastrl.models.delta_rule.chunked_delta_rule` of a packed row. All tensors are [1, T,
-    heads, ...]; heads of values may share one of queries and keys. A prompt begins with a state of
-    0, and a response with the last state of its prompt.
+    heads, ...]; several heads of values may share a head of queries and keys. A prompt begins with
+    a state of 0, and a response with the last state of its prompt.
 
     Args:
         rule: the model's function, which is called only if it is a kernel that takes lengths.
@@ -179,7 +179,8 @@ def mamba2_scan(
 
 
 def nothing(parts: PackedParts, fused: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces a kernel for a whole layer: as it returns None, the layer runs part by part."""
+    """Replaces a kernel that runs a whole layer: as it returns None, the layer calls its
+    convolution and its scan one after the other."""
 
 
 def delta_step(
@@ -244,7 +245,8 @@ def limited_update(
     dt_softplus: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Mamba-2's decode step, with the limit of dt that models apply to whole rows alone.
+    """Mamba-2's decode step, with the limit of dt, which transformers' models apply in forwards of
+    whole texts, but leave out in decode steps.
 
     Args:
         limit: the bounds of dt, the same for all of the model's layers.

@@ -59,7 +59,7 @@ def _is_router(module: Any) -> bool:
 
 
 def refuse_dense(model: nn.Module, router_aux_loss_coef: float) -> None:
-    """Raises ValueError where a model has no routers, and their loss a coefficient not 0."""
+    """Raises ValueError where a model has no routers, but their loss has a nonzero coefficient."""
     if router_aux_loss_coef and not routers(model):
         raise ValueError(
             f"router_aux_loss_coef={router_aux_loss_coef:g}, but {type(model).__name__} is no "
@@ -237,8 +237,8 @@ class Routing:
         """The routing of a forward that runs some sequences.
 
         Args:
-            places: the places of the sequences' tokens in the forward's, [Σ n]; a token may be of
-                several sequences.
+            places: the places of the sequences' tokens among the forward's tokens, [Σ n]; a token
+                may belong to several sequences.
             lengths: the number of tokens n of each sequence.
             experts: the choices [≤ n, L, k] of each sequence's first tokens; None: not known.
             input_ids: the forward's token ids.
@@ -297,8 +297,9 @@ class Routing:
 
     def statistics(self) -> dict[str, Tensor]:
         """``load``: E times the share of a layer's busiest expert, as a mean over layers (1 where
-        all get as many tokens); ``aux_loss``; with ``choices`` also ``changed_choices``, the share
-        of known ones that the router would not have made, NaN where none is known. [] each."""
+        all experts get equally many tokens); ``aux_loss``; with ``choices`` also
+        ``changed_choices``, the share of the known choices that the router would not have made, NaN
+        where none is known. [] each."""
         load = self.load()
         numbers = {
             "load": (load.amax(-1) * load.shape[-1]).mean(),

@@ -144,7 +144,7 @@ def verify_record(model: Any, file: str | None) -> None:
     if trunk.checksum() != record["checksum"]:
         raise ValueError(
             f"{file} is not of these weights: the {trunk.layers} layers that were shared with a "
-            "reference have changed since. Take the checkpoint from where it was saved again, or "
+            "reference have changed since. Copy the checkpoint again from where it was saved, or "
             f"delete {TRUNK_NAME} if the change is meant"
         )
 

@@ -158,8 +158,9 @@ def check_trainable(model: nn.Module, but: str = "") -> None:
         but: what else there is to train, for the message.
 
     Raises:
-        ValueError: no weight of the model can be trained, or only those that four bits leave over;
-            four-bit weights in a layout without a gradient, packed weights of compressed-tensors.
+        ValueError: no weight of the model can be trained, or it has four-bit weights and no
+            adapter; four-bit weights in a layout without a gradient, packed weights of
+            compressed-tensors.
     """
     refuse_compressed(model)
     if is_quantised(model) and not hasattr(model, "peft_config"):
@@ -202,7 +203,7 @@ def warn_of_fp16(model: nn.Module, stacklevel: int = 2) -> None:
     loss, as fp16 mixed precision of float32 weights does."""
     if any(p.requires_grad and p.dtype == torch.float16 for p in model.parameters()):
         warnings.warn(
-            "weights in float16 are trained without loss scaling: gradients below 6e-8 become 0. "
+            "weights in float16 are trained without loss scaling: gradients below 3e-8 become 0. "
             "Load the model in bfloat16 or float32 (commands: --dtype bfloat16); "
             "with fp16 mixed precision, which scales the loss, weights are float32",
             stacklevel=stacklevel + 1,

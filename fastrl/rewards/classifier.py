@@ -83,8 +83,8 @@ class ClassifierReward:
         cls, name_or_path: str, *, label: int | str | None = None, batch_size: int = 64
     ) -> ClassifierReward:
         """Loads a classifier from a directory, a run's folder or the Hub, from safetensors only; an
-        adapter with its base. Its name is the last part of its path or id, or the run's name for a
-        run's ``model/``.
+        adapter with its base. The reward's name is the last part of the path or id, or the run's
+        name for a run's ``model/``.
 
         Raises:
             FileNotFoundError: a folder without a model, or without a tokenizer.
@@ -110,7 +110,7 @@ class ClassifierReward:
         finished: Sequence[bool] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Scores texts, or chat messages and the messages that answer them.
+        """Returns the rewards of completions: of texts, or of messages that answer chats.
 
         Args:
             finished: False for a completion that was cut by its length, which gets no EOS; None

@@ -37,17 +37,18 @@ def make_code_reward(
     allow_unisolated: bool = False,
 ) -> Callable[..., list[float | None]]:
     """The ready reward ``code``: the share of a row's tests that a response's code passes; None
-    where it has no tests.
+    where the row has no tests.
 
     The code is the last block fenced as ``python``, ``py``, ``python3`` or without a language, else
     the whole response. It runs with the standard library, in a sandbox: docs/ready_rewards.md says
     what that keeps out. The column ``tests`` holds, for each row, a list of
 
     - objects with ``input`` and ``output``: the code, as a program, must end with exit status 0 and
-      write that output for that input, but for blanks at the ends of lines and of all;
+      write that output for that input, but for blanks at the ends of lines and of the output;
     - or Python texts, as ``assert add(1, 2) == 3``: they run in a sandbox of their own, one after
       the other, and call the code's functions by their names. A column ``entry_point`` says which
-      names are the code's; else all but a builtin's or a standard library module's own name.
+      names are the code's; without it, all names that the code defines are, but for those of
+      builtins and of the standard library's modules.
 
     Args:
         seconds: the processor time of each process, for a program's run or for all Python texts of

@@ -120,7 +120,8 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
         who: the function's name, for messages.
 
     Returns:
-        for each completion a number, which may be NaN or infinite, or None where the function did.
+        for each completion a number, which may be NaN or infinite, or None where the function
+        returned None.
 
     Raises:
         ValueError: not one number or None for each; names the first wrong one.

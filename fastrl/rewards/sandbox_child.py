@@ -149,7 +149,7 @@ def bind(path: str, attributes: int) -> None:
 
 
 def mount_point(path: str) -> None:
-    """A folder in the new root, which stands in memory."""
+    """Makes a folder in the new root, which stands in memory."""
     os.makedirs(path, exist_ok=True)
 
 

@@ -53,7 +53,7 @@ class RewardBatch:
             judge the sample, or returned a number that is not finite.
         seconds: how long each function took, by its name.
         nonfinite: the number of samples left out because a reward of theirs was not finite.
-        retries: the number of calls that were repeated.
+        retries: how often calls were repeated.
         of_tokens: each sample's weighted sum for each token, [L] fp64, whose sum is the ``total``;
             rewards that are one number are added to the last token. None where no function whose
             weight is not 0 returned rewards of the sample's tokens.
@@ -506,7 +506,7 @@ def _calls(
     included: list[int],
     also: Mapping[str, Any],
 ) -> list[_Call]:
-    """The calls of a function that together ask about the included samples, each by new lists."""
+    """The calls of a function that together ask about the included samples, each with new lists."""
     if finished is not None and wants_finished(function.call, columns):
         columns = {**columns, "finished": finished}
     note = also.get("log_extra")

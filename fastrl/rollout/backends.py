@@ -124,7 +124,7 @@ class EngineBackend(RolloutBackend):
 
     def __call__(self, model: Any, request: Request) -> Samples:
         if _own_generate(model):
-            self._check_kept("its generate was replaced")
+            self._check_kept("the model's generate was replaced")
             return self.fallback(model, request)
         engine = self._engine(model, request.reference)
         if not isinstance(engine, RolloutEngine):
@@ -225,5 +225,7 @@ def make_backend(
     if config.rollout_backend == "engine":
         return EngineBackend(config, tokenizer, autocast, process, keep_experts)
     if keep_experts:
-        raise ValueError("replay_routing needs rollout_backend='engine', or leave it out")
+        raise ValueError(
+            "replay_routing needs rollout_backend='engine': set that, or leave replay_routing out"
+        )
     return GenerateBackend(tokenizer, autocast, process)

@@ -28,7 +28,7 @@ def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
     """Bytes that decode steps of some samples read of keys and values, and read or write of states.
 
     Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads p + t tokens, or
-    the last of them where a layer has a window.
+    only those in the window where a layer has one.
 
     Args:
         samples: (tokens of the prompt, tokens of the response) of each.

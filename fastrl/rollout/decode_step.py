@@ -116,7 +116,8 @@ class DrawFromLogits:
     def __call__(
         self, state: SlotState, seen: Tensor | None, attention: DecodeAttention, keys: Tensor
     ) -> tuple[fastrl_kernels.SampledTokens, Tensor | None]:
-        """Draws the slots' next tokens; returns them, and present tokens' values [b] if any."""
+        """Draws the slots' next tokens; returns them and, with a value head, the values [b] of the
+        tokens that the step runs."""
         processors = self.processors
         logits, values = self.model_runner.decode(state.token, state.position, attention)
         drawn_from = logits if seen is None else processors.penalised(logits, seen)

@@ -318,7 +318,8 @@ class FusedLayers:
             cause = self._cause(decode, expected)
         if cause:
             warnings.warn(
-                f"fused decoder layers {cause}: rollouts run those, which are slower on a GPU",
+                f"fused decoder layers {cause}: rollouts run the model's own, which are slower on "
+                "a GPU",
                 stacklevel=4,
             )
 
@@ -331,7 +332,7 @@ class FusedLayers:
             cause = f"differ from the model's own by {difference:.1e} of the largest logit"
             self.active = difference <= _tolerance(fused)
         except Exception as error:  # a model may only look like Llama
-            cause = f"cannot run it ({type(error).__name__}: {error})"
+            cause = f"cannot run ({type(error).__name__}: {error})"
             self.active = False
         return None if self.active else cause
 

@@ -260,7 +260,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    # All devices, since a model may lie on several; unnamed ones would bring a warning.
+    # All devices, since a model may lie on several; fork_rng would warn if they were not named.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

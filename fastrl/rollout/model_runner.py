@@ -190,7 +190,7 @@ class ModelRunner:
 
     def fuse_draw(self, layers: list[LayerShape]) -> None:
         """Has decode steps draw by :class:`FusedDraw` where their number of rows lets it pay, if
-        it agrees with the model's logits; only on NVIDIA GPUs, for which its times were counted.
+        it agrees with the model's logits; only on NVIDIA GPUs, for which it is known when it pays.
 
         Args:
             layers: see :meth:`layer_shapes`.

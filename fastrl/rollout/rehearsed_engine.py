@@ -27,8 +27,8 @@ class RehearsedEngine(RolloutEngine):
     def _check(self) -> None: ...
 
     def rehearse(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        """Allocates the memory of ``generate(prompts, params)``: fills the slots, and runs one
-        decode step at the full length of the longest sample."""
+        """Makes the tensors that ``generate(prompts, params)`` would make: fills the slots, and
+        runs one decode step at the full length of the longest sample."""
         request = RolloutRequest.of(prompts, params, None, self.model, self.tokenizer)
         samples = _samples(request, params.n, 0)
         kv_cache, slots = self._make_room(request, len(samples))

@@ -35,7 +35,8 @@ class SamplingParams:
         repetition_penalty: logits of tokens that occurred, in the prompt too (but not in what an
             encoder reads), are divided by it where positive and multiplied where negative.
         suppress_tokens: ids that are never drawn.
-        eos_token_ids: tokens that end a response, as the tokenizer's EOS does; None: the model's.
+        eos_token_ids: tokens that end a response, besides the tokenizer's EOS, which always does;
+            None: those of the model's generation_config.
         stop: token sequences that end a response, which keeps them.
 
     Raises:

@@ -114,7 +114,7 @@ class Scheduler:
         size = self._bucket_of(len(taken))
         gaps = (slot for slot, running in enumerate(self.slots) if running is None)
         moves = []
-        # There are at least as many gaps in front of the size as samples behind it.
+        # The first ``size`` slots have at least as many gaps as samples lie behind them.
         for source, target in zip((slot for slot in taken if slot >= size), gaps, strict=False):
             running = self.slots[source]
             assert running is not None

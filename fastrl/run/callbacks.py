@@ -149,8 +149,8 @@ class TrainCallback:
 
 
 def checked_callbacks(callbacks: Any) -> list[TrainCallback]:
-    """The callbacks as a list; raises TypeError for anything but a list, or for something in it
-    that lacks methods of :class:`TrainCallback`."""
+    """The callbacks as a list; raises TypeError for a text, for what cannot be iterated over, and
+    for an entry that is a class or lacks methods of :class:`TrainCallback`."""
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list of TrainCallback objects, got {callbacks!r}")
     checked = list(callbacks)

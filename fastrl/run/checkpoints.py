@@ -44,7 +44,8 @@ _REMEDIES = {
 
 
 OF_CODE = "code or weights of"  # begins names of settings that earlier versions' checkpoints lack
-# Matches what warn_of_changed_settings says where only settings of these names differ.
+# Matches both warnings of changed settings, warn_of_changed_settings' and (", so") that of
+# transformers_settings.warn_of_changes, where only settings of these names differ.
 CODE_DIFFERS = rf"resume: settings differ .*\(({OF_CODE} .*?: \w+ → \w+(, )?)+\)(, so|: the run)"
 
 
@@ -413,7 +414,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def warn_of_another_machine(manifest: dict[str, Any]) -> None:
-    """Warns where machine or versions are not the checkpoint's; says what may differ for it."""
+    """Warns where machine or versions are not the checkpoint's, and of what may differ then."""
     before, now = manifest["machine"], machine()
     changes = [*differences(manifest["versions"], versions()), *differences(before, now)]
     if changes:
@@ -423,7 +424,7 @@ def warn_of_another_machine(manifest: dict[str, Any]) -> None:
             "is the same computation, but its last bits may differ from those of an uninterrupted "
             "run"
             + other_draws(manifest["versions"])
-            + (f"; start it with {remedy} for the checkpoint's" if remedy else ""),
+            + (f"; start it with {remedy} for the checkpoint's conditions" if remedy else ""),
             stacklevel=3,
         )
 

@@ -17,8 +17,9 @@ def fingerprint(data: Any, but: Sequence[str] = ()) -> str:
     """The number of examples, and a hash of all rows in order; of a stream of the library datasets,
     a hash of its first rows; of another stream, which may be readable only once, a constant.
 
-    The same rows have the same fingerprint, from whichever file, and in whatever order of columns.
-    Where an object has a text ``fingerprint`` as an attribute, it is returned.
+    The same rows, with the same types and in the same kind of container (a list, a Dataset), have
+    the same fingerprint, from whichever file, and in whatever order of columns. Where an object has
+    a text ``fingerprint`` as an attribute, it is returned.
 
     Args:
         data: a data set, a list of rows, a stream; None: "none".

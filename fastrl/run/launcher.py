@@ -56,7 +56,7 @@ def connect_cpus() -> None:
 
 def wait_at_most(args: Any) -> None:
     """Lets processes wait for each other for ``ddp_timeout`` of transformers' TrainingArguments,
-    unless that is the default. transformers does so only on GPUs, in its own process group."""
+    unless that is the default. transformers does so only on GPUs, if it makes the group itself."""
     import torch
 
     group = torch.distributed

@@ -48,7 +48,7 @@ class MetricMeans:
     of all numbers: each number weighs the same, and a process may have metrics that others lack.
 
     Args:
-        differences: for each metric that is a difference two metrics, of which the second is
+        differences: for each metric that is a difference, the two metrics of which the second is
             subtracted from the first, batch by batch.
         pools: pool all metrics, as in an evaluation, whose last batch may be smaller.
     """

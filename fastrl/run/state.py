@@ -195,8 +195,8 @@ def _within(region: list[slice] | Region, other: Region) -> Region:
 
 
 def _plain(value: Any, place: str, tensors: dict[str, Tensor], shares: dict[str, Any]) -> Any:
-    """The value with a reference for each tensor, which is put into ``tensors``, or if it is spread
-    into ``shares``, by its place in the tree."""
+    """The value with a reference for each tensor, which is put into ``tensors`` or, if processes
+    have shares of it, into ``shares``, by its place in the tree."""
     if is_dtensor(value):
         shares[place] = value
         dtype = str(value.dtype).removeprefix("torch.")

@@ -348,7 +348,7 @@ class OpenTrainer(transformers.Trainer):
         self._push_from_checkpoint(str(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # transformers loads no weights of a file per process, and no value heads.
+        # transformers loads no weights that were saved as a file per process, and no value heads.
         self.load_weights(Path(resume_from_checkpoint))
 
     def load_weights(self, checkpoint: Path) -> None:
@@ -357,7 +357,7 @@ class OpenTrainer(transformers.Trainer):
             super()._load_from_checkpoint(str(checkpoint))
 
     def _load_best_model(self) -> None:
-        # It takes another path than _load_from_checkpoint, and runs before on_train_end.
+        # transformers' own does not call _load_from_checkpoint, and runs before on_train_end.
         self.load_best_weights(Path(str(self.state.best_model_checkpoint)))
 
     def load_best_weights(self, checkpoint: Path) -> None:
@@ -366,7 +366,8 @@ class OpenTrainer(transformers.Trainer):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # transformers loads no moments of a file per process, or of another kind of optimizer.
+        # transformers loads no moments that were saved as a file per process, or by another kind
+        # of optimizer.
         if checkpoint is not None:
             self.load_optimizer(Path(checkpoint))
 

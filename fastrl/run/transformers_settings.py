@@ -33,11 +33,15 @@ SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 _OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
+def reads_best_metric(args: TrainingArguments) -> bool:
+    """Whether a metric of evaluations chooses the best checkpoint, or the learning rate."""
+    return bool(args.load_best_model_at_end) or args.lr_scheduler_type in SCHEDULES_BY_METRIC
+
+
 def check_best_metric(args: TrainingArguments, evaluated: Any) -> None:
     """Raises ValueError where ``evaluated`` is a dict of evaluation sets, and the metric that
     chooses the best checkpoint, or that a schedule reads, begins with the name of none of them."""
-    reads = args.load_best_model_at_end or args.lr_scheduler_type in SCHEDULES_BY_METRIC
-    if not reads or not isinstance(evaluated, dict) or not evaluated:
+    if not reads_best_metric(args) or not isinstance(evaluated, dict) or not evaluated:
         return
     metric = (args.metric_for_best_model or "loss").removeprefix("eval_")
     if not metric.startswith(tuple(f"{name}_" for name in evaluated)):
@@ -46,6 +50,20 @@ def check_best_metric(args: TrainingArguments, evaluated: Any) -> None:
             f"metric_for_best_model={args.metric_for_best_model!r} is a metric of none of the "
             f"evaluation sets {', '.join(evaluated)}: name one of theirs, such as "
             f"'eval_{first}_{metric}'"
+        )
+
+
+def check_measured(args: TrainingArguments, measured: Mapping[str, float]) -> None:
+    """Raises ValueError where evaluations in training would not find ``metric_for_best_model``
+    among the metrics of an evaluation, ``measured``."""
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no":
+        return
+    if f"eval_{metric.removeprefix('eval_')}" not in measured:
+        timing = ("_runtime", "_per_second", "_time")
+        names = [x.removeprefix("eval_") for x in measured if not x.endswith(timing)]
+        raise ValueError(
+            f"metric_for_best_model={metric!r} is not measured; evaluations have {', '.join(names)}"
         )
 
 

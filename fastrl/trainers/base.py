@@ -88,9 +88,9 @@ class BaseTrainer(OpenTrainer):
 
     Checkpoints are written where a resumed run's next step is the same: after an epoch's evaluation
     and where :meth:`at_rest` is true. After an exception (see
-    :class:`fastrl.trainers.driver.Driver`) all processes write one if each has raised it in
-    :meth:`agreed`; else the main process alone saves the state before the step, without the other
-    processes' random states.
+    :class:`fastrl.trainers.driver.Driver`) all processes write one if it has reached each of them,
+    as one in :meth:`agreed` or in sampling has; else the main process alone saves the state before
+    the step, without the other processes' random states.
 
     A run may go on with another number of processes if a step still has as many samples in all of
     them together; its steps then have the same examples.
@@ -386,7 +386,7 @@ class BaseTrainer(OpenTrainer):
             and state.get("epoch_ends")
             and self.state.global_step >= self.state.max_steps
         ):
-            self.end_epoch()  # of which a run that has all its steps is told no more
+            self.end_epoch()  # transformers runs no epoch of a run that has all its steps
         self._mark()
 
     def _conclude_due(self, state: Mapping[str, Any]) -> None:
@@ -395,7 +395,7 @@ class BaseTrainer(OpenTrainer):
         run, control, due, args = self._run, self.control, state["due"], self.args
         model: Any = self.model
         restore_random_state(state["random"])
-        model.train()  # by which log() knows of training
+        model.train()  # by which log() knows that these are logs of training
         control.should_log = due["log"] and args.logging_strategy != "no"
         control.should_evaluate = due["evaluate"] and args.eval_strategy != "no"
         self.log_evaluate_and_save()

@@ -9,7 +9,7 @@ from transformers import TrainerControl, TrainerState
 
 
 class BeforeEvaluation(NamedTuple):
-    """What an evaluation changes, as it was before: it is done again as a whole if it fails."""
+    """What an evaluation changes, as it was before; a failed evaluation is done again whole."""
 
     callbacks: list[tuple[Any, dict[str, Any]]]  # each with the values of its attributes
     rows: int | None  # of the metrics' file, if there is one

@@ -97,7 +97,8 @@ class DeferredGradients:
 
     With s_k(θ) the scores of pass k, ∇L = Σ_k ∂s_k/∂θ·∂L/∂s_k: the scores are computed without a
     gradient first, the loss gives ∂L/∂s, and :meth:`backward` runs each pass again, with its
-    ∂L/∂s_k. It is exact, and costs another forward; one pass is computed with its gradient, once.
+    ∂L/∂s_k. This is exact, and costs another forward; a batch that is a single pass is computed
+    once, with its gradient.
 
     Args:
         model: the model as accelerate has wrapped it.

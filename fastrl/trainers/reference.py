@@ -17,8 +17,9 @@ def reference_of(
     follow the policy.
 
     Args:
-        fresh: whether the policy's adapter, if any, is new: the reference is then its base; with
-            ``sync_ref_model``, or where it begins by changing the base, a copy of the adapter.
+        fresh: whether the policy's adapter, if any, is new: the reference is then the base; with
+            ``sync_ref_model``, or where the adapter's initialisation changes the base, as PiSSA's
+            does, a copy of the adapter.
 
     Raises:
         ValueError: a reference that the policy cannot have, or that cannot follow it.

@@ -377,7 +377,7 @@ def _shortened(config: PPOConfig, prompt: int, response: int) -> PPOConfig:
 
 def _rollouts(stage: Stage, trainer: Any, policy: Any) -> Callable[[], None]:
     """Fills the rollout engine's slots, whose memory stays unless ``rollout_sleep`` frees it;
-    returns a function that fills them again. Without an engine both do nothing, and a note says so.
+    returns a function that fills them again. Without an engine nothing is filled: a note says so.
     """
     config, backend = stage.settings, trainer.rollouts.backend
     if not isinstance(backend, EngineBackend):

@@ -274,8 +274,8 @@ class RewardTrainer(SupervisedTrainer):
         skipped = None if score_head(model) is None else padding_of(model)
         if self.args.append_eos and skipped == end_token(self.processing_class):
             raise ValueError(
-                "append_eos=True changes nothing: EOS is the pad token, and a decoder is scored at "
-                "its last token that is another; name a token for padding that texts do not have, "
+                "append_eos=True changes nothing: EOS is the pad token, and a decoder's reward is "
+                "read at its last token that is no padding; name a pad token that texts lack, "
                 "pad_token='<pad>', say, or leave append_eos out"
             )
 

@@ -23,7 +23,7 @@ class RunPlace:
     resumed: Mapping[str, Any] | None = None  # what this process saved in that checkpoint
     identity: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    begun: float = 0.0  # time.time(), less what earlier processes of the run took
+    begun: float = 0.0  # time.time(); after a resume less the run's seconds before that
     epoch: int = 0
     minibatch: int = 0  # the next mini-batch to be fetched, by its number in the epoch
     done: int = 0  # mini-batches of the epoch that are learned

@@ -93,7 +93,9 @@ class SFTConfig(SupervisedArguments):
     )
     dataset_text_field: str = setting("Column of the texts.", "text")
     packing: bool = setting(
-        "Put several texts in a row of max_length tokens; only wrapped ones see each other.", False
+        "Put several texts in a row of max_length tokens; they see each other only with "
+        "packing_strategy wrapped.",
+        False,
     )
     eval_packing: bool | None = setting("Pack the evaluation sets; None: as packing.", None)
     packing_strategy: str = setting(
@@ -103,8 +105,8 @@ class SFTConfig(SupervisedArguments):
         choices=PACKINGS,
     )
     truncation_mode: str = setting(
-        "What longer texts keep: keep_start (of a prompt with its completion, the completion), "
-        "keep_end.",
+        "What longer texts keep: keep_start (but a prompt with a completion loses the prompt's "
+        "beginning first), keep_end.",
         KEEP_START,
         choices=(KEEP_START, KEEP_END),
     )

@@ -236,14 +236,31 @@ class SupervisedTrainer(BaseTrainer, ABC):
             elif eval_dataset is not None:
                 with errors_name("eval_dataset"):
                     evaluation = self.prepare_eval_data(eval_dataset)
-        if train is not None and args.micro_batch_tokens is not None and not is_stream(train):
-            check_sizes(self.sizes(train), args.micro_batch_tokens, self.example)
+        if train is not None and not is_stream(train):
+            self._check_lengths(train)
+            if args.micro_batch_tokens is not None:
+                check_sizes(self.sizes(train), args.micro_batch_tokens, self.example)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
         several = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
         for each in (train, *several):
             self._check_vocabulary(each)
         if self._trains:
             warn_of_lost_steps(self.args, self.model, stacklevel=3)
+
+    def _check_lengths(self, rows: Any) -> None:
+        """Raises ValueError where transformers' samplers would order rows by lengths that they do
+        not find."""
+        strategy = self.args.train_sampling_strategy
+        if strategy not in ("group_by_length", "batch_rebalance") or not len(rows):
+            return
+        input_name = getattr(self.processing_class, "model_input_names", ["input_ids"])[0]
+        columns = getattr(rows, "column_names", ())
+        if self.args.length_column_name not in columns and input_name not in rows[0]:
+            remedy = "packed batches have no padding" if self.args.padding_free else "the default"
+            raise ValueError(
+                f"train_sampling_strategy={strategy!r} reads {input_name}, which a {self.example} "
+                f"does not have: take 'random' ({remedy})"
+            )
 
     def _check_vocabulary(self, dataset: Any) -> None:
         # A stream is not read ahead: torch refuses ids that have no embedding.
@@ -359,7 +376,8 @@ class SupervisedTrainer(BaseTrainer, ABC):
 
     def examples_in(self, batch: Any) -> int | None:
         """The number of a batch's examples on this process, if the loss is their mean: all examples
-        of an optimizer step weigh the same, also in a short last batch. None: its batches do."""
+        of an optimizer step weigh the same, also in a short last batch. None: its batches weigh the
+        same."""
         return None
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:

@@ -13,6 +13,7 @@ from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
 from tests import tiny_models
 from tests.alignment.conftest import (
     GRADIENT_STEP,
+    LikesHigh,
     Make,
     examples,
     make_factory,
@@ -131,21 +132,22 @@ def test_processes_write_what_one_would(make_trainer: Make) -> None:
     assert written[0] == written[1] | written[2]
 
 
+class OnlyCompares:
+    wants_finished = True
+
+    def compare(
+        self, prompts: Any, firsts: Any, seconds: Any, finished: Any, **columns: Any
+    ) -> list[float]:
+        assert [len(x) for x in finished] == [len(firsts), len(seconds)]
+        return [0.5 if a == b else float(a > b) for a, b in zip(firsts, seconds, strict=True)]
+
+    def statistics(self) -> dict[str, float]:
+        return {"annotator/calls": 1.0}
+
+
 def test_without_scores_the_first_responses_are_what_a_policy_has_to_beat(
     make_trainer: Make,
 ) -> None:
-    class OnlyCompares:
-        wants_finished = True
-
-        def compare(
-            self, prompts: Any, firsts: Any, seconds: Any, finished: Any, **columns: Any
-        ) -> list[float]:
-            assert [len(x) for x in finished] == [len(firsts), len(seconds)]
-            return [0.5 if a == b else float(a > b) for a, b in zip(firsts, seconds, strict=True)]
-
-        def statistics(self) -> dict[str, float]:
-            return {"annotator/calls": 1.0}
-
     factory = make_factory(
         "online-pairwise", examples(PROMPTS, 8), annotator=OnlyCompares(), batch_size=8
     )
@@ -243,6 +245,24 @@ def test_the_best_model_is_put_back(make_trainer: Make) -> None:
     evaluated = [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-5)
     assert min(evaluated) < 0.9 * evaluated[-1]
+
+
+@pytest.mark.parametrize(("name", "annotator"), [("reward", LikesHigh), ("win_rate", OnlyCompares)])
+def test_the_best_policy_of_an_online_task_has_the_highest_reward(
+    make_trainer: Make, name: str, annotator: Any
+) -> None:
+    """Unless another metric is named: evaluations of online tasks have no loss."""
+    factory = make_factory("online-pairwise", examples(PROMPTS, 4), annotator=annotator())
+    trainer = make_trainer(
+        "dpo", task="online-pairwise", annotator=annotator(), eval_factory=factory, epochs=2,
+        learning_rate=0.1, optim="sgd", eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    settings = trainer.args.metric_for_best_model, trainer.args.greater_is_better
+    assert settings == (f"eval_{name}", True)
+    trainer.train()
+    logged = [row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row]
+    assert trainer.state.best_metric == max(logged)
 
 
 def test_metrics_are_means_over_samples(make_trainer: Make) -> None:

@@ -134,6 +134,16 @@ def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, messag
     assert not (tmp_path / "run" / "model").exists()
 
 
+def test_an_unknown_metric_of_the_best_model_is_refused_by_the_first_evaluation(
+    folder, tmp_path, capsys
+):
+    flags = {"metric-for-best-model": "acuracy", "max-steps": 1, "eval-strategy": "steps"}
+    assert cli.main(arguments("reward", folder, tmp_path / "run", **flags)) == 2
+    error = capsys.readouterr().err
+    assert "metric_for_best_model='acuracy' is not measured; evaluations have loss, " in error
+    assert "runtime" not in error
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_yaml_file_holds_the_flags_and_help_explains_them(command, folder, tmp_path, capsys):
     model, data = COMMANDS[command]

@@ -187,7 +187,7 @@ def test_a_run_resumed_with_other_settings_is_replayed_with_those_of_each_step(
     with pytest.warns(UserWarning, match=r"other settings \(learning_rate: 0.01 → 0.05\)"):
         status, out, _ = replay(capsys, output, "--step", 5)
     assert status == 1
-    assert "the run did another update in step 2: advantages" in out
+    assert "updates were not the run's, first in step 2: advantages" in out
 
 
 @pytest.mark.parametrize(("change", "message"), [

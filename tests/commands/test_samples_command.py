@@ -111,6 +111,15 @@ def test_exported_files_hold_the_samples_as_they_were_drawn(capsys, run, tmp_pat
     assert [row["completion"] for row in found] == [row["completion"] for row in rows]
 
 
+def test_an_export_is_in_the_order_of_steps_unless_it_is_reversed(capsys, run, tmp_path):
+    def steps(*flags: str) -> list[int]:
+        path = tmp_path / "samples.jsonl"
+        samples(capsys, run, "--export", str(path), *flags)
+        return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+    assert steps("--reverse") == sorted(steps(), reverse=True) != steps()
+
+
 def test_an_exported_file_has_the_columns_and_the_order_that_are_asked_for(capsys, run, tmp_path):
     path = tmp_path / "best.jsonl"
     arguments = ["--columns", "length,step", "--sort", "reward", "--top", "2"]

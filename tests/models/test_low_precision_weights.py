@@ -53,7 +53,7 @@ def test_ppo_says_that_updates_are_lost_and_what_to_do(dtype):
         ppo(plain, advantage="rloo", group_size=2, master_weights=False)
 
 
-UNSCALED = "weights in float16 are trained without loss scaling: gradients below 6e-8 become 0"
+UNSCALED = "weights in float16 are trained without loss scaling: gradients below 3e-8 become 0"
 
 
 def test_float16_weights_are_warned_of_once_with_or_without_masters(

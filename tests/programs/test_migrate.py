@@ -225,7 +225,7 @@ def test_settings_of_transformers_own_arguments_are_written_anew_or_named(
         "logps, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, mask, 3)\n"
     )
     said = capsys.readouterr().out
-    assert "left, as only fastrl run-trl runs them: line 2 of the old one" in said
+    assert "left, as only fastrl run-trl runs them: line 2 of the old program" in said
 
 
 def test_methods_that_training_does_not_call_are_told() -> None:

@@ -256,7 +256,7 @@ def test_layers_that_cannot_run_fused_stay_as_they_are_with_a_word(
     monkeypatch.setattr(model.model.layers[1].self_attn, "head_dim", 7)
     own = type(model.model.layers[1]).forward
     monkeypatch.setattr(type(model.model.layers[1]), "forward", _with_head_dim(own, 4))
-    with pytest.warns(UserWarning, match=r"fused decoder layers cannot run it \(RuntimeError"):
+    with pytest.warns(UserWarning, match=r"fused decoder layers cannot run \(RuntimeError"):
         assert not Decoding(model).fused.active
 
 

@@ -341,3 +341,30 @@ def test_metrics_go_on_behind_a_step_whose_callback_failed(tmp_path):
     again = resumed(made, tmp_path / "run", True)
     assert_same_run(again, straight(made, tmp_path / "whole"))
     assert len({row["logps/chosen"] for row in again.state.log_history if "loss" in row}) == 4
+
+
+def test_metrics_of_predictions_see_both_sides_of_every_pair(tmp_path):
+    """Also those of a last batch with fewer pairs than the others."""
+    seen = []
+
+    def made(size: int) -> None:
+        settings = {"per_device_eval_batch_size": size, "pad_to_multiple_of": 32}
+        policy = trainer(tmp_path, eval_dataset=pairs(6), **settings)
+        policy.compute_metrics = lambda x: seen.append((x.predictions, x.label_ids)) or {}
+        policy.evaluate()
+
+    made(6)
+    made(4)
+    (logits, ids), (parts, ids_of_parts) = seen
+    chosen, rejected = slice(0, 6), slice(6, 12)
+    of_parts = [*range(4), 8, 9], [*range(4, 8), 10, 11]
+    assert len(logits) == len(parts) == 12
+    for side, rows in zip((chosen, rejected), of_parts, strict=True):
+        assert (ids[side] == ids_of_parts[rows]).all()
+        assert abs(logits[side] - parts[rows]).max() < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_an_order_by_lengths_that_rows_do_not_have_is_refused(tmp_path, strategy):
+    with pytest.raises(ValueError, match="reads input_ids, which a pair does not have"):
+        trainer(tmp_path, train_sampling_strategy=strategy)

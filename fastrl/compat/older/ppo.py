@@ -43,7 +43,7 @@ _IDS, _QUERY = "input_ids", "query_ids"  # a row's columns, for the policy and f
 
 class PPOv2Trainer:
     """PPO of a language model with a reward model and a value model of its own: the PPOTrainer of
-    TRL 0.12 to 1.9 (PPOv2Trainer before). Its ``ppo``, a :class:`fastrl.PPOTrainer`, runs it.
+    TRL 0.12 to 1.9 (PPOv2Trainer before). Attribute ``ppo``, a :class:`fastrl.PPOTrainer`, trains.
 
     Each batch of prompts is answered, scored by the reward model, and learned from in
     ``num_ppo_epochs`` epochs; a token's reward is -β·KL, plus the score for the last token.
@@ -56,7 +56,7 @@ class PPOv2Trainer:
         ref_model: the reference; None: the model as it is now, without its adapter if it has one.
         reward_model, value_model: sequence classifiers with one label.
         train_dataset: prompts, not padded, in a column ``input_ids``; no data_collator is called.
-        eval_dataset: prompts, as in ``train_dataset``; responses to them are shown
+        eval_dataset: prompts, as in ``train_dataset``; responses to them are shown about
             ``num_sample_generations`` times.
         optimizers: an optimizer of the policy and its scheduler, or None for either; if there is an
             optimizer, the value model's is torch's Adam.

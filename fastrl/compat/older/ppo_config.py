@@ -58,7 +58,7 @@ _REFUSED = {
     "responses are drawn from the policy as it is": "neftune_noise_alpha",
     "the last weights are kept": "load_best_model_at_end",
     "compile the models, and pass them": "torch_compile",
-    "several processes are accelerate's: accelerate launch": "fsdp deepspeed",
+    "start several processes by accelerate launch": "fsdp deepspeed",
 }
 
 

@@ -10,7 +10,7 @@ from fastrl.compat.older.ppo_config import PPOv2Config
 from fastrl.config import PPOConfig
 from fastrl.settings import refused, setting
 
-_OF_TODAY = "take RLOOTrainer, whose RLOOConfig(normalize_advantages=True) does"
+_OF_TODAY = "take RLOOTrainer, whose RLOOConfig(normalize_advantages=True) normalises advantages"
 
 
 @dataclass

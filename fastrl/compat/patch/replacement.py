@@ -30,7 +30,7 @@ Build = Callable[[Any, Calls], Any]  # (TRL's own, counter) -> ours
 
 @dataclass(frozen=True)
 class Replacement:
-    """One function, method or autograd function of TRL."""
+    """One function, method or autograd function of TRL, and what runs in its place."""
 
     module: str  # the module that defines it
     name: str  # the name in that module; "Class.method" for a method

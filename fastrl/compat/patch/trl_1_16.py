@@ -74,9 +74,9 @@ def _covers_head(
     softcap: float | None,
     logit_scale: float,
 ) -> bool:
-    """Whether our op takes a head: none that is sharded, which has to be gathered anew for
-    backward, as TRL's function does; outside of autocast none in another dtype than the hidden
-    states', for which the op raises; and none with a number that is not above 0 and finite."""
+    """Whether our op takes a head. It takes no sharded one, which has to be gathered anew for
+    backward, as TRL's function does; outside of autocast, none in another dtype than the hidden
+    states', for which it raises; and none whose T, softcap or scale is not finite and above 0."""
     one_dtype = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
     numbers = (temperature, logit_scale, 1.0 if softcap is None else softcap)
     return (

@@ -233,7 +233,7 @@ def _of_import_from(
 
 
 def _import_line(module: str, names: list[str], indent: str, is_spread: bool) -> str:
-    """An import: a name on each line where the program has that, or one line would be too long."""
+    """An import, with a name on each line if ``is_spread``, or if one line would be too long."""
     line = f"from {module} import {', '.join(names)}"
     if len(names) > 1 and (is_spread or len(indent + line) > _LINE):
         inner = "".join(f"{indent}    {name},\n" for name in names)
@@ -408,7 +408,7 @@ def _taken_away(node: ast.Call) -> Iterator[Outcome]:
     if called(node) == "apply_chat_template" and "return_dict" not in keywords:
         tokenize = keywords.get("tokenize", ast.Constant(True))
         if isinstance(tokenize, ast.Constant) and tokenize.value is True and None not in keywords:
-            note = "token ids alone are return_dict=False now"
+            note = "for token ids alone it needs return_dict=False now"
             behind = _behind([*node.args, *node.keywords], ", return_dict=False")
             yield Outcome(node.lineno, "apply_chat_template", RENAMED, note, behind)
     for keyword in node.keywords:

@@ -109,7 +109,7 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def only_named_in(source: str) -> set[str]:
-    """Returns TRL's names in a program that fastrl lacks, and without which the program runs, see
+    """Returns the names of TRL that a program has, fastrl lacks, and the program runs without, see
     :func:`fastrl.compat.programs.calls.only_named`; but for names that may be misspelt."""
     tree = ast.parse(source)
     nodes = [*ast.walk(tree)]
@@ -173,7 +173,7 @@ def find(name: str, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
 
 
 def home_of(name: str) -> tuple[str, str] | None:
-    """The module with a name of TRL's, and its name there; None: run-trl alone has it, or none."""
+    """The module with a name of TRL's, and its name there; None: only run-trl or nothing has it."""
     if name in HOMES:
         return HOMES[name], name
     availability = _AVAILABLE.fullmatch(name)

@@ -83,7 +83,7 @@ def _all_scores(now: Any) -> Any:
 
 
 def _chat_template(now: Any) -> Any:
-    """``apply_chat_template`` as it was, with token ids, not a dict, and chats without messages."""
+    """``apply_chat_template`` as it was: it returns token ids, no dict, and takes empty chats."""
 
     @functools.wraps(now)
     def then(self: Any, conversation: Any, *args: Any, **keywords: Any) -> Any:

@@ -103,12 +103,13 @@ class TextHistory:
 class TextEnvironment:
     """Lets a model answer tasks in turns. When it writes ``<request><TOOL>QUERY<call>``, the tool's
     answer is appended, with ``<response>`` behind it; an episode ends at ``<submit>``, EOS, a turn
-    without a call, or a limit. For tools with types and chats see ``tools=`` of the trainers.
+    without a call, or a limit. For typed tools in chats see the trainers' argument ``tools``.
 
     Args:
         model: a value-head model of ours, or a model of transformers, with ``generate``.
-        tools: functions of a text by name, or callable objects, which have their class's name.
-        reward_fn: returns a reward for each last segment's text; gets the keywords of :meth:`run`.
+        tools: functions of a text, in a dict by name, or callable objects, named by their class.
+        reward_fn: returns rewards for a list of texts, each history's last segment; :meth:`run`
+            passes its keywords on to it.
         prompt: stands in front of each task.
         max_turns: most turns of an episode.
         max_tool_reponse: most characters of a tool's answer (TRL's spelling).
@@ -233,8 +234,8 @@ class TextEnvironment:
         return histories
 
     def task_end_check(self, history: TextHistory, model_turn: bool = True) -> tuple[bool, bool]:
-        """Whether a history that is not over yet is too long, and whether it is over now: after a
-        ``model_turn`` also where that calls no tool."""
+        """Whether a history that is not over yet is too long, and whether it is over now. A
+        ``model_turn`` that calls no tool ends it, too."""
         if history.completed:
             return False, False
         turn = history.last_text_segment

@@ -124,7 +124,7 @@ class StartAdapterRefModel(SwitchedAdapter):
         trained = self._peft.active_adapter
         config = copy.copy(self._peft.peft_config[trained])
         config.init_lora_weights = True  # "pissa", say, would change the base once more
-        config.bias = "none"  # PEFT refuses a second adapter that trains them
+        config.bias = "none"  # PEFT refuses a second adapter that trains biases
         add_adapter(self._peft, REFERENCE_ADAPTER, config)
         self._trained = trained
         self.follow(1.0)

@@ -35,7 +35,8 @@ class RefModel(ABC):
         """Log-probs of the requested tokens, [N], without gradients.
 
         Args:
-            inputs: the policy's inputs; the reference does not take the experts' choices in them.
+            inputs: the policy's; a choice of experts among them (``routing``) is not the
+                reference's, which chooses its own.
         """
 
     @abstractmethod

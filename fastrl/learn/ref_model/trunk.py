@@ -66,7 +66,8 @@ def shared_copy(model: Copied, trunk: Trunk) -> Copied:
 
 
 class TrunkRefModel(SecondModel):
-    """A reference whose bottom layers are the policy's, frozen; both tops start at their output.
+    """A reference whose bottom layers are the policy's, frozen; the upper layers of both models
+    start at their output.
 
     Where FSDP2 spreads weights, the reference has shares of the bottom layers as well.
 

@@ -109,8 +109,8 @@ _ROLLOUTS = {
     ),
     "beta": Alias(
         "init_kl_coef",
-        "it is a coefficient that stays: set --adap-kl-ctrl false, too, or --init-kl-coef, where "
-        "one begins that adapts",
+        "it is a coefficient that stays: set --adap-kl-ctrl false, too, or --init-kl-coef, from "
+        "which an adaptive coefficient starts",
         where={"adap_kl_ctrl": True},
     ),
     "kl_coef": Alias(
@@ -169,7 +169,7 @@ _ALIASES: dict[str, dict[str, Alias]] = {
         "label_smoothing": Alias("loss_args.label_smoothing"),
         "max_completion_length": Alias(
             "max_new_tokens",
-            "of responses that the data have: set --max-length, or cut them in the data set",
+            "this task's responses are the data's: set --max-length, or cut them in the data set",
             where={"learning_task.online": False},
         ),
         **_refused(

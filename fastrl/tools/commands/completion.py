@@ -18,8 +18,8 @@ SHELLS = ("bash", "zsh", "fish")
 HELP = """\
 usage: fastrl completion bash|zsh|fish
 
-Prints what completes fastrl's commands, flags, choices and paths. Anew after an
-update of fastrl:
+Prints what completes fastrl's commands, flags, choices and paths. Run one of
+these, and again after each update of fastrl:
 
   fastrl completion bash > ~/.local/share/bash-completion/completions/fastrl
   fastrl completion zsh > ~/.fastrl-completion.zsh   # source it in ~/.zshrc

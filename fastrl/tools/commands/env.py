@@ -84,4 +84,4 @@ def run_env(flags: EnvFlags) -> None:
     measured = measure_products.measure()
     print(measure_products.table(measured))
     path = write_products(gemm.as_json({each.dtype: each.choice for each in measured}))
-    print(f"written to {path}; a run that is resumed keeps its own")
+    print(f"written to {path}; a run that is resumed keeps the libraries it began with")

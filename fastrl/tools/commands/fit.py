@@ -19,6 +19,7 @@ from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import is_main_process, process_count
 from fastrl.run.metrics import check_trackers, split_trackers
 from fastrl.run.transformers_files import find_trainer_checkpoint
+from fastrl.run.transformers_settings import check_measured
 from fastrl.settings import setting
 from fastrl.tools.commands.job import TrainingJob, folder_claimed, resume_setting, say_none_held_out
 from fastrl.tools.commands.memory import RunMemory
@@ -237,7 +238,10 @@ def fit(
         if checkpoint is None:
             if is_main_process():
                 folder.resume(None) if resume else folder.begin()
-            trainer.kept["before"] = results(trainer.evaluate()) if held_out else {}
+            measured = trainer.evaluate() if held_out else {}
+            if held_out:
+                check_measured(trainer.args, measured)
+            trainer.kept["before"] = results(measured) if held_out else {}
         outcome = trainer.train(resume_from_checkpoint=checkpoint)
         before = trainer.kept.get("before", {})
         after = results(trainer.evaluate()) if held_out else {}

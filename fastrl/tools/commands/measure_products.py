@@ -118,10 +118,10 @@ def describe(choice: gemm.Choice) -> str:
     """A choice in words."""
     if choice.library == "fp32":
         copies = "fp32, with copies of the weights while a half of the memory has room for them"
-        return f"{copies}; below {choice.fewest} elements mm" if choice.fewest else copies
+        return f"{copies}; mm below {choice.fewest} elements" if choice.fewest else copies
     if not choice.fewest or choice.library == "mm":
         return choice.library
-    return f"{choice.library}, below {choice.fewest} elements of the weight mm"
+    return f"{choice.library}; mm for weights below {choice.fewest} elements"
 
 
 def _rounded(x: float) -> str:

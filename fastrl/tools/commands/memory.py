@@ -48,7 +48,10 @@ class RunMemory:
         on_gpu, alone = self.device.type == "cuda", process_count() == 1
         is_open = is_open and on_gpu
         if asked and not alone:
-            _say("no plan of memory: a run of several processes has none, fastrl plan is of one")
+            _say(
+                "no plan of memory: a run of several processes has none; fastrl plan is for one "
+                "process"
+            )
         wanted = (on_gpu if asked is None else asked) and alone
         self.plan: Plan | None = None
         if not is_open and not wanted:

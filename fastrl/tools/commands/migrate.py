@@ -82,7 +82,7 @@ def _print(read: Mapping[Path, Sequence[Outcome]], in_full: bool) -> None:
             text = f": {x.text}" if x.text else ""
             console.print(plain(f"{path}:{x.line}: {x.name}: {x.kind}{text}"), soft_wrap=True)
     if not in_full:
-        console.print(f"{left} more as they are, which --all shows")
+        console.print(f"{left} more stay as they are: --all shows them")
 
 
 def _write(path: Path, source: str, findings: list[Outcome]) -> None:
@@ -97,6 +97,6 @@ def _write(path: Path, source: str, findings: list[Outcome]) -> None:
     for why, kinds in _LEFT.items():
         left = sorted({x.line for x in findings if x.kind in kinds})
         if left:
-            lines = f"line{'s'[: len(left) > 1]} {', '.join(map(str, left))} of the old one"
+            lines = f"line{'s'[: len(left) > 1]} {', '.join(map(str, left))} of the old program"
             note = f"left, as {why}: {lines}; what to write is said above"
             console.print(note, soft_wrap=True)

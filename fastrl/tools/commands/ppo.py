@@ -415,7 +415,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
 
 
 def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
-    """The longest prompt's tokens, for a plan: ``max_prompt_tokens``, or found in the first 256."""
+    """The longest prompt's length in a plan: ``max_prompt_tokens``, or that of the first 256."""
     from fastrl.data.prompt_ids import token_ids
 
     if job.max_prompt_tokens is not None:

@@ -33,7 +33,7 @@ def run_push(arguments: Sequence[str]) -> int:
         console.print(
             plain(
                 f"warning: the adapter's base is a folder here, {base}, which nobody else has: "
-                "upload it and write its id into adapter_config.json, or merge it (fastrl merge)"
+                "upload it and write its id into adapter_config.json, or merge both (fastrl merge)"
             ),
             soft_wrap=True,
         )

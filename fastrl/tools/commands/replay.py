@@ -52,7 +52,7 @@ def run_replay(arguments: Sequence[str]) -> int:
     plural = "" if replayed.walked == 1 else "s"
     console.print(f"step {replayed.step}, from {source}: {replayed.walked} update{plural}")
     if replayed.strayed is not None:
-        console.print(f"the run did another update in {replayed.strayed}")
+        console.print(f"updates were not the run's, first in {replayed.strayed}")
     if replayed.tolerance:
         console.print(
             "the run computed in batches of other sizes (of several processes, or with samples "

@@ -44,7 +44,7 @@ def run_samples(arguments: Sequence[str]) -> None:
         flags.step,
         flags.sample,
         flags.sort or "step",
-        flags.reverse or in_order,
+        flags.reverse != in_order,
         top,
     )
     console = run_console()

@@ -205,7 +205,7 @@ def _clause(rng: random.Random, mood: str) -> str:
 
 
 def _description(rng: random.Random, mood: str) -> str:
-    """One or two adjectives of the mood, one with an adverb, or a negated one of the opposite."""
+    """Adjectives of the mood: one, two, or one behind an adverb; or a negated opposite one."""
     first, second = rng.sample(_MOODS[mood].adjectives, 2)
     draw = rng.random()
     if draw < 0.25:

@@ -285,7 +285,7 @@ def _entropy_collapse(run: RunCurves) -> Finding | None:
     if _has_risen(run):
         return Finding(
             f"{figures}, as the reward has risen",
-            f"of tasks with one right answer that is success; of open ones: {remedy}",
+            f"where tasks have one right answer, that is success; where they are open: {remedy}",
             NOTE,
         )
     return Finding(figures, f"the policy writes nearly the same for every prompt: {remedy}")
@@ -354,8 +354,8 @@ def _skipped(run: RunCurves) -> Finding | None:
     return Finding(
         f"{count:g} mini-batches were left out because their ratio exceeded ratio_threshold, in "
         f"{_where(skipped)}, beside {sum(taken.values):g} optimizer steps",
-        "lower learning_rate or take fewer ppo_epochs; in the first epoch: the responses are not "
-        "samples of the policy as it is scored",
+        "lower learning_rate or take fewer ppo_epochs; if it happens in a step's first epoch, the "
+        "responses are not samples of the policy as it is scored",
     )
 
 
@@ -371,7 +371,7 @@ def _equal_scores(run: RunCurves) -> Finding | None:
     advice = (
         "nothing can be learned from equal scores: see that the reward function reads the "
         "completion and tells good ones from bad ones; bring easier or harder prompts, or a "
-        "reward with more steps between none and all"
+        "reward that also grades partly right answers"
     )
     if len(equal) > 0.5 * len(deviations.steps):
         return Finding(
@@ -451,9 +451,9 @@ def _reward_does_not_rise(run: RunCurves) -> Finding | None:
     return Finding(
         f"reward of the training batches {_change(training)}: a rise of {rise:.2g} ± {sem:.2g} "
         f"(s.e.), where single rewards deviate by {deviation:.2g}",
-        "read samples with their rewards: are these right, and is the policy right now and then? "
-        "Take more steps, raise learning_rate if objective/kl stays near 0, lower init_kl_coef if "
-        "it is high; larger batches show what the noise hides",
+        "read samples with their rewards: are the rewards right, and some of the responses good? "
+        "Take more steps, raise learning_rate if objective/kl stays near 0, or lower an "
+        "init_kl_coef that is high; larger batches show what the noise hides",
         ILLNESS if rise + 2 * sem < _NO_RISE * deviation else NOTE,
     )
 
@@ -472,7 +472,7 @@ def _overfitting(run: RunCurves) -> Finding | None:
         f"held-out reward {held_out.values[best]:.3g} at step {held_out.steps[best]:g}, "
         f"{held_out.values[-1]:.3g} at step {held_out.steps[-1]:g}, while that of the training "
         f"batches rises: {_change(training.since(held_out.steps[best]))}",
-        "the policy learns what holds for the training prompts only, or the two are rewarded "
+        "the policy learns what holds for the training prompts only, or held-out ones are rewarded "
         f"differently: {_stop_at(held_out.steps[best])}bring more prompts, raise init_kl_coef; see "
         "that both have the same reward and settings",
     )
@@ -596,8 +596,8 @@ def _rising_eval_loss(run: RunCurves) -> Finding | None:
         advice = "training diverges: lower learning_rate, add warm-up steps, or set max_grad_norm"
     else:
         advice = (
-            f"the model learns the training examples by heart: {_stop_at(curve.steps[best])}make "
-            "fewer passes, lower learning_rate, or bring more data"
+            f"the model learns the training examples by heart: {_stop_at(curve.steps[best])}take "
+            "fewer epochs, lower learning_rate, or bring more data"
         )
     return Finding(
         f"held-out loss {curve.values[best]:.4g} at step {curve.steps[best]:g}, "
@@ -610,7 +610,7 @@ def _stop_at(step: float) -> str:
     return f"end at step {step:g}, " if step > 0 else ""
 
 
-_SURE = 0.075  # standard error of an accuracy, from 45 pairs on
+_SURE = 0.075  # at a larger standard error (below 45 pairs) only less than chance is reported
 _HELD_OUT_ACCURACY = ("eval_accuracy", "eval_rewards/accuracies")
 
 
@@ -636,5 +636,5 @@ def _accuracy_at_chance(run: RunCurves) -> Finding | None:
     return Finding(
         f"accuracy {accuracy:.3f} ± {sem:.2g} (s.e.) in {_steps(curve)}; guessing has 0.5",
         "train longer or raise learning_rate; see that chosen and rejected are not mixed up, and "
-        "that the texts differ where they are cut",
+        "that texts which are cut to max_length still differ",
     )

@@ -239,7 +239,7 @@ def _legend_rows(names: Sequence[Name], width: int = _LEGEND_WIDTH) -> list[list
 
 
 def _set_heading(axes: Axes, title: str, legend: list[list[Name]]) -> None:
-    """Draws a panel's title, and below it each line's name in its colour: the legend."""
+    """Draws a panel's title, and below it the legend: lines' names, each behind a coloured sign."""
     pad = 9 + 72 * LEGEND_ROW * max(len(legend), 1)
     axes.set_title(title, loc="left", fontweight="bold", fontsize=11, pad=pad)
     if legend:

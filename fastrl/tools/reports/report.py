@@ -133,7 +133,7 @@ def finish_run(
 
     Returns:
         the contents of ``summary.json``; {} in other processes than the main one, which only call
-        ``save``: it needs them if weights are spread over processes.
+        ``save``: weights that are spread over processes are saved by all of them.
     """
     if not is_main_process():
         save(folder.model)

@@ -21,7 +21,7 @@ def train_loader(
         group: number of responses to a prompt.
         uses: batches learned per generation; one that is learned from twice counts as two.
         load: makes a loader from data, a batch size and ``sampler``.
-        sampler: makes the order of a data set's rows; a stream has its own, or shuffles itself.
+        sampler: makes the order of a data set's rows; it is not called for a stream.
     """
     if not hasattr(data, "__len__"):
         if args.shuffle_dataset:

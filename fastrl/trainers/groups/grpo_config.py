@@ -71,7 +71,7 @@ class GRPOConfig(OnlineConfig):
         "Temperature τ of loss_type='sapo' where A is positive.", 1.0, within="(0, inf)"
     )
     cast_lm_head_to_fp32: bool = setting(
-        "Have the head's products in float32, that is refuse a head or mixed precision in less.",
+        "Have the head's products in float32: refuse a bf16 or fp16 head, and mixed precision.",
         False,
     )
     vespo_k_pos: float = setting(

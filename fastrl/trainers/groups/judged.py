@@ -18,8 +18,9 @@ def judged_by_all(
     samples: Samples, names: Sequence[str], weights: Tensor, processes: Processes
 ) -> Samples:
     """Rewards and penalties of all processes' responses, [B] fp32. A function's rewards are NaN
-    where it gave no finite number; their weighted sum, metrics aside, where none judged or one's
-    number was not finite. Warns of a response that no function judged, and if none judged any.
+    where it gave no finite number; the weighted sum is NaN where, of the functions whose weight is
+    not 0, none judged or one's number was not finite. Warns of a response that no function judged,
+    and of a generation of which none is judged.
 
     Args:
         samples: the responses of this process, judged.

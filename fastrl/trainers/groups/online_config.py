@@ -9,7 +9,7 @@ from typing import Any
 from fastrl.collect.arguments import RecordArguments
 from fastrl.config import PPOConfig, parse_json
 from fastrl.learn.ref_model import ReferenceArguments
-from fastrl.run.transformers_settings import SCHEDULES_BY_METRIC
+from fastrl.run.transformers_settings import reads_best_metric
 from fastrl.settings import check_refused, idle, kept_setting, refused, setting, setting_like
 from fastrl.trainers.groups.rollout_correction import MODES
 from fastrl.trainers.supervised import SupervisedArguments
@@ -183,8 +183,7 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
     ]
 
     def __post_init__(self) -> None:
-        reads_metric = self.load_best_model_at_end or self.lr_scheduler_type in SCHEDULES_BY_METRIC
-        if reads_metric and self.metric_for_best_model is None:
+        if reads_best_metric(self) and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"  # transformers' default would be the loss
         super().__post_init__()
         if self.metric_for_best_model in ("loss", "eval_loss"):

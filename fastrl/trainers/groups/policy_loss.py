@@ -23,8 +23,8 @@ class LossType(NamedTuple):
         kind: the name of ℓ_t, the loss of a token, in ``fastrl_kernels.POLICY_LOSSES``.
         aggregate: the name of what joins all ℓ_t in :class:`fastrl.learn.aggregate.Aggregate`.
         formula: the loss as the documents show it.
-        of_step: whether a mini-batch's sum is divided by the mean tokens of all generated with it.
-        sums_tokens: whether a ratio of whole responses would weigh each response by its length.
+        of_step: whether a sum is divided by the mean tokens of the mini-batches generated together.
+        sums_tokens: whether to warn that ratios of whole responses weigh responses by length.
         level: the ``importance_sampling_level`` that it is meant for; None: any.
     """
 
@@ -72,10 +72,8 @@ class LossTypes(Mapping[str, LossType]):
         return len(list(iter(self)))
 
     def __contains__(self, name: object) -> bool:
-        """
-        Raises:
-            ValueError: a registered policy loss has the name of one of TRL's losses.
-        """
+        """Whether ``name`` is a loss; raises ValueError for a policy loss of yours that has the
+        name of one of TRL's losses."""
         if name in GRPO_LOSSES:
             if GRPO_LOSSES[str(name)].kind != name and name in POLICY_LOSSES:
                 raise ValueError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -54,7 +55,7 @@ class PreferenceTrainer(SupervisedTrainer):
     _tag_names: ClassVar[list[str]]  # tags of the model on the Hub
     config_class: ClassVar[type[PreferenceConfig]]
     collator_class: ClassVar[type[PairCollator]]
-    short_name: ClassVar[str]  # the method's name in messages
+    short_name: ClassVar[str]  # the method's name in plans and the default output_dir
     id_columns: ClassVar[tuple[str, ...]]  # columns of token ids: prompts', each completion's
     rehearsed_as = rehearse.PREFERENCES
     metric_differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}  # noqa: RUF012
@@ -207,7 +208,7 @@ class PreferenceTrainer(SupervisedTrainer):
         if self.args.precompute_ref_log_probs and is_stream(dataset):
             raise ValueError(
                 "precompute_ref_log_probs=True is not supported with IterableDataset, which is "
-                "read once: load it without streaming, or leave it out"
+                "read once: load it without streaming, or leave precompute_ref_log_probs out"
             )
         rows = self.prepare_rows(dataset)
         if hasattr(self, "products") and self.args.precompute_ref_log_probs:
@@ -393,9 +394,24 @@ class PreferenceTrainer(SupervisedTrainer):
         super().log(logs, start_time)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self.texts_of_an_example > 1 and "compute_loss" not in self.overrides:
+            self.gather_function = self._gather_sides  # for this loop
         output = super().evaluation_loop(*args, **kwargs)
         output.metrics.update(self._taken("eval", f"{prefix_of(args, kwargs)}_"))
         return output
+
+    def _gather_sides(self, outputs: Any) -> Any:
+        """accelerate's ``gather_for_metrics`` of tensors whose rows are all chosen texts, then all
+        rejected: of a last batch it keeps as many rows as there are examples left, one per pair."""
+        sides, gather = self.texts_of_an_example, self.accelerator.gather_for_metrics
+
+        def gathered(x: Tensor) -> Tensor:
+            if x.ndim < 2:  # losses, one per pair
+                return gather(x)
+            by_pair = x.unflatten(0, (sides, -1)).transpose(0, 1).contiguous()
+            return gather(by_pair).transpose(0, 1).flatten(0, 1)
+
+        return recursively_apply(gathered, outputs)
 
     def _taken(self, mode: str, prefix: str) -> dict[str, float]:
         """The metrics since the last call, with a prefix to their names."""

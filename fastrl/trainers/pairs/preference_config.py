@@ -34,12 +34,14 @@ class PreferenceConfig(ReferenceArguments, SupervisedArguments):
         within="[1, inf)",
     )
     padding_free: bool = setting(
-        "Compute without padding, and a prompt that several completions have once, where the "
-        "model's attention allows it.",
+        "Compute without padding, and only once a prompt that several completions share, where "
+        "the model's attention allows it.",
         False,
     )
     precompute_ref_log_probs: bool = setting(
-        "Compute the reference's log-probs before training, and do not keep the reference.", False
+        "Compute the reference's log-probs before training; a policy without an adapter is then "
+        "its own reference, and no copy of it is made.",
+        False,
     )
     precompute_ref_batch_size: int | None = setting(
         "Batch size of precompute_ref_log_probs; None: that of training or evaluation.",

@@ -64,7 +64,7 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
         if config.critic_learning_rate is not None:
             warnings.warn(
                 f"critic_learning_rate={config.critic_learning_rate} is of a critic of its own, "
-                "and there is none: set critic, or leave it out",
+                "and there is none: set critic, or leave critic_learning_rate out",
                 stacklevel=3,
             )
         return None
@@ -76,7 +76,7 @@ def checked_critic(config: PPOConfig, critic: Any, policy: Any, tokenizer: Any) 
     if getattr(policy, "is_encoder_decoder", False):
         raise ValueError(
             "a critic of its own reads a prompt and its response as one text, and the policy is an "
-            "encoder–decoder: leave critic out, its value head learns the values"
+            "encoder–decoder: leave critic out, and the policy's value head learns the values"
         )
     if isinstance(critic, (str, os.PathLike)):
         weights = getattr(policy, "pretrained_model", policy)

@@ -220,7 +220,7 @@ class Loop:
                 f"{config.critic_warmup_steps} is for the critic alone, lower it or train longer",
                 stacklevel=4,
             )
-        self._began = time.perf_counter()  # less the seconds of the run's earlier processes
+        self._began = time.perf_counter()  # after a resume less the run's seconds before that
         self.callbacks: list[TrainCallback] = [
             *([ProgressCallback(config.title)] if progress and self.processes.is_main else []),
             *([] if config.log_with is None else [TrackerCallback()]),
@@ -562,8 +562,9 @@ class Loop:
         return self._call_each((event, *args))
 
     def _call_each(self, *events: tuple[Any, ...]) -> list[Any]:
-        """What the callbacks return of the last of some events. All are told of all events, even if
-        one fails, because one of them writes the metrics; the first exception is raised then."""
+        """Tells all callbacks of all events, even if one callback fails, because one of them writes
+        the metrics; the first exception is raised then. Returns what they return for the last
+        event."""
         answers, errors = list[Any](), list[Exception]()
         for event, *args in events:
             answers = []

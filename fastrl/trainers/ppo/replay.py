@@ -138,7 +138,7 @@ class _StepWalk(Walk):
         checkpoint = Checkpoints(folder).newest_good(before=self.last)
         if checkpoint is not None:
             with warnings.catch_warnings():
-                # It warns that reward functions draw other random numbers: none is called here.
+                # Loading warns that reward functions draw other numbers: none is called here.
                 warnings.filterwarnings("ignore", r"resume: the run had \d+ process")
                 warnings.filterwarnings("ignore", CODE_DIFFERS)  # the ledger has each step's code
                 trainer.load_checkpoint(checkpoint)

@@ -197,7 +197,7 @@ class Rollouts:
             raise ValueError(
                 "replay_routing: the experts' choices of these responses are not known: pass the "
                 "rollout= of an engine that keeps them (RolloutEngine(keep_experts=True)), let "
-                "this trainer generate, or leave it out"
+                "this trainer generate, or leave replay_routing out"
             )
         return known
 

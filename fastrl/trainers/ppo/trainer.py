@@ -639,7 +639,7 @@ class PPOTrainer:
                 to ``prompt_ids``, ``completion_ids`` and ``logprobs`` (None: not known), and
                 further columns for reward functions; in place of sampling. An ``env_mask`` says
                 which tokens the policy wrote. ``PPOConfig.sampler_correction`` weights the loss by
-                its log-probs.
+                the ``logprobs`` that it returns.
             generation_kwargs: as in ``model.generate``. The defaults are not those of the model's
                 generation_config, but 32 new tokens, sampled from softmax(logits / T) with T
                 ``PPOConfig.temperature``; only the tokens that end a response are the model's.
@@ -851,8 +851,8 @@ class PPOTrainer:
         """
         if self.update.critic is not None:
             raise ValueError(
-                "the policy's and the critic's losses are minimised apart, and this is that of "
-                "one model: call step()"
+                "the policy's and the critic's losses are minimised apart, and loss() is for a "
+                "policy with a value head: call step()"
             )
         loss = self.update.gradient.loss
         assert isinstance(loss, UpdateLoss)
@@ -1006,7 +1006,7 @@ class PPOTrainer:
 
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Writes the state to ``folder/checkpoint-N``, N the number of steps; for a loop of your
-        own, whose position in its data is not part of it. :meth:`train` saves by itself.
+        own, whose position in its data the state lacks. :meth:`train` saves by itself.
 
         Returns:
             the checkpoint's path; it is there as a whole, or not at all.
