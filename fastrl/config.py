@@ -91,7 +91,8 @@ def _aggregates() -> Iterable[str]:
 
 @dataclass
 class PPOConfig:
-    """Settings of :class:`fastrl.PPOTrainer`: TRL 0.11's, with their defaults, and fastrl's own.
+    """Settings of :class:`fastrl.PPOTrainer`: TRL 0.11's, with their defaults but for names that
+    only trackers show, and fastrl's own.
 
     Sizes count samples per process. ``mini_batch_size`` unset is min(128, batch_size);
     ``mini_batch_size × gradient_accumulation_steps`` must divide ``batch_size``.

@@ -48,6 +48,7 @@ CALLED: dict[str, tuple[str, ...]] = {
         *("_generate_and_score_completions", "_calculate_rewards", "_compute_loss"),
         *("_get_per_token_logps_and_entropies", "_get_train_sampler", "compute_loss"),
     ),
+    "GRPOTrainer": ("get_high_entropy_mask",),
     "DPOTrainer": ("_prepare_dataset", "dpo_loss", "compute_loss"),
     "KTOTrainer": ("_prepare_dataset", "compute_loss"),
     "SFTTrainer": ("_prepare_dataset", "compute_loss"),

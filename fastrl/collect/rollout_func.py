@@ -132,7 +132,7 @@ def _tensors(name: str, rows: Iterable[Any]) -> list[Tensor]:
 
 
 def _with_nan(row: Any) -> Any:
-    """A row with NaN in place of None, which vLLM gives for a log-prob that is not finite."""
+    """A row with NaN in place of None, which TRL's vLLM generation gives for a NaN log-prob."""
     if isinstance(row, list) and None in row:
         return [math.nan if x is None else x for x in row]
     return row

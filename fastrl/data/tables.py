@@ -118,9 +118,10 @@ def as_dataset(dataset: Any) -> Dataset:
         raise ValueError(
             "the data set has a transform that runs as rows are read (Dataset.with_transform() or "
             "set_transform()), which preparing it once would lose: leave out one that removes keys "
-            "that are None, which no chat template gets; apply another one with dataset.map; or, "
-            "for SFT, pass dataset_kwargs={'skip_prepare_dataset': True} and have the transform "
-            "return trainer-ready rows (input_ids and labels)"
+            "that are None, because trainers remove these before they apply a chat template; apply "
+            "another one with dataset.map; or, for SFT, pass "
+            "dataset_kwargs={'skip_prepare_dataset': True} and have the transform return "
+            "trainer-ready rows (input_ids and labels)"
         )
     if not isinstance(dataset, datasets.Dataset):
         rows = [dataset[i] for i in range(len(dataset))]

@@ -1,4 +1,4 @@
-"""Several adapters on one PEFT model: which one is active, and one that scores responses."""
+"""Several adapters on one PEFT model: which one is active, and one that gives rewards."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ class RewardAdapter(nn.Module):
             )
         if getattr(peft_model.config, "is_encoder_decoder", False):
             raise ValueError(
-                "reward_adapter is for causal models: score an encoder–decoder's responses with a "
-                "model of its own"
+                "reward_adapter is for causal models: for an encoder–decoder's responses, take the "
+                "rewards of a separate reward model"
             )
         from peft import PeftConfig
 

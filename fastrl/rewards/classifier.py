@@ -150,8 +150,8 @@ class ClassifierReward:
             self._warned = True
             warnings.warn(
                 f"{self.__name__} is not told which responses were cut by their length, and reads "
-                "all as complete, with EOS: where a function of yours calls it, name a parameter "
-                "`finished` there, which fastrl fills, and pass it on",
+                "all as complete, with EOS if it was trained with it: where a function of yours "
+                "calls it, name a parameter `finished` there, which fastrl fills, and pass it on",
                 stacklevel=3,
             )
 

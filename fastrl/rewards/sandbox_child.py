@@ -25,7 +25,7 @@ NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x200000
 NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 2, 4, 32, 4096, 16384, 1 << 18  # flags of mount(2)
 READ_ONLY = 1  # a flag of mount(2) and mount_setattr(2), as NOSUID and NODEV
 PDEATHSIG, DUMPABLE, CAPBSET_DROP, NO_NEW_PRIVS = 1, 4, 24, 38  # options of prctl(2)
-MOUNT_SETATTR = 442  # this system call's number on every processor; pivot_root's differs
+MOUNT_SETATTR = 442  # this system call's number on all processors below; pivot_root's differs
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
 
 libc = ctypes.CDLL(None, use_errno=True)

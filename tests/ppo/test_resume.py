@@ -184,6 +184,13 @@ def test_evaluations_by_another_reward_are_not_compared(tmp_path):
         )
 
 
+def test_evaluations_at_another_temperature_are_not_compared(tmp_path):
+    run(make_trainer(), tmp_path / "run", steps=3)
+    with pytest.warns(UserWarning, match=r"temperature: 1.0 → 0.5"):
+        result = run(make_trainer(temperature=0.5), tmp_path / "run", resume=True)
+    assert [evaluation.step for evaluation in result.evaluations] == [3, 6]
+
+
 def test_another_reward_by_the_same_name_is_named(tmp_path):
     """It may be the same one, mended: what was evaluated before stays."""
 

@@ -279,7 +279,7 @@ COMPUTED: list[tuple[str, Any]] = [
      "(x[0].max_length, x[1].max_length)", (9, 1024)),
     ("[x := parsed((Own, Added), '--max_length', '9')] and (x[0].max_length, x[1].max_length)",
      (9, 1024)),
-    # Batches of prompts, as in TRL 0.14, where they hold no whole group.
+    # Batches of prompts, as in TRL 0.14, where they do not divide into groups.
     ("[x := GRPOConfig(**off, per_device_train_batch_size=1, num_generations=16, "
      "gradient_accumulation_steps=4)] and (x.per_device_train_batch_size, "
      "x.gradient_accumulation_steps, x.generation_batch_size // x.num_generations)", (16, 4, 4)),

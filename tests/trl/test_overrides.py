@@ -154,6 +154,17 @@ def own_order(base: type) -> type:
     return Own
 
 
+def own_choice(base: type) -> type:
+    """Learns from the tokens of low entropy."""
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
+            high = super().get_high_entropy_mask(entropies, mask, threshold)
+            return mask.bool() & ~high
+
+    return Own
+
+
 def plain(base: type) -> type:
     return base
 
@@ -170,6 +181,7 @@ CASES: list[tuple[str, Callable[[type], type], dict[str, Any]]] = [
     ("GRPO", own_rewards, {}),
     ("GRPO", own_logprobs, REPEATED),
     ("GRPO", own_order, {}),
+    ("GRPO", own_choice, {"top_entropy_quantile": 0.5, "gradient_accumulation_steps": 1}),
     ("RLOO", own_loss, {}),
     ("RLOO", louder, {"beta": 0.1, "num_iterations": 2}),
     ("RLOO", shaped, {}),

@@ -139,8 +139,9 @@ def register(loss: SomeLoss) -> SomeLoss:
 
 
 def weighted_mean(losses: Tensor, batch: Batch) -> Tensor:
-    """Returns Σ w·ℓ / B, 0-d, from losses ℓ [B] and the batch's weights w; a sample of weight 0 has
-    no gradient, even if its loss is not finite."""
+    """Returns Σ w·ℓ / B, 0-d, from losses ℓ [B] and the batch's weights w. The ℓ of a sample of
+    weight 0, even if not finite, adds 0 and gets the gradient 0; an infinite or NaN derivative of
+    that ℓ still makes NaN of it."""
     weights = batch.weights().to(losses.device)
     return torch.where(weights > 0, weights * losses, 0.0).sum() / len(losses)
 

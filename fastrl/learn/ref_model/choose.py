@@ -28,7 +28,8 @@ _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by lay
 
 
 class ReferenceSettings(NamedTuple):
-    """What decides which reference a policy has: settings of ``PPOConfig``, with other defaults."""
+    """What decides which reference a policy has: settings of ``PPOConfig``, with its defaults but
+    for ``init_kl_coef``."""
 
     reference: str = "auto"
     num_shared_layers: int | None = None

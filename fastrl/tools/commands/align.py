@@ -206,7 +206,7 @@ class AlignFlags(CommandFlags, AlignmentConfig):
         if self.num_train_epochs < 1 or self.num_train_epochs % 1:
             raise ValueError(
                 f"num_train_epochs must be a whole number of 1 or more, got "
-                f"{self.num_train_epochs}: for part of a pass, set max_steps"
+                f"{self.num_train_epochs}: for part of an epoch, set max_steps"
             )
 
 

@@ -71,7 +71,8 @@ class TrainingJob:
     _argument_group_name: ClassVar[str] = "the job"
 
     model: str = setting(
-        "The model to start from: a directory (a run's, or of an adapter to train on) or a Hub id."
+        "The model to start from: a Hub id, or a directory (a run's, or an adapter's, whose "
+        "training goes on)."
     )
     dataset: str = setting(
         "The data: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
@@ -199,7 +200,7 @@ def check_weights(job: Any) -> None:
         if value != type(job).__dataclass_fields__[name].default:
             raise ValueError(
                 f"{name}={value} is for weights that are quantised: set load_in_4bit, too, or "
-                "leave it out (a saved adapter's base is as it was)"
+                "leave it out (a saved adapter's base is quantised as it was when that was trained)"
             )
 
 

@@ -64,9 +64,9 @@ class GRPOTrainer(OverridableTrainer):
             :class:`fastrl.trainers.groups.rollout_correction.RolloutCorrection`.
         tools: functions that the policy may call, with type hints and docstrings in Google's
             format; ``async def`` too. See :class:`fastrl.collect.tools.ToolLoop`.
-        environment_factory: a function that makes an object whose methods are tools, or a dict of
-            such functions by the names in the column ``environment``; ``train_dataset`` may then be
-            left out. See :class:`fastrl.collect.environments.Environments`.
+        environment_factory: a function that makes an object whose methods are tools;
+            ``train_dataset`` may then be left out. Or a dict of such functions by the names in the
+            data's column ``environment``. See :class:`fastrl.collect.environments.Environments`.
 
     Raises:
         ValueError, TypeError: a setting or argument that fastrl does not honour; says what to do.
@@ -100,7 +100,7 @@ class GRPOTrainer(OverridableTrainer):
         if loss.row.of_response and level != "token":
             _LOGGER.warning(
                 "loss_type=%r has a ratio of whole responses of its own: "
-                "importance_sampling_level is of the KL's ratio alone, leave it at 'token'",
+                "importance_sampling_level changes nothing, leave it at 'token'",
                 args.loss_type,
             )
         return loss
@@ -267,5 +267,6 @@ def _check_head(model: Any, args: Any) -> None:
         setting = f"{lower}=True" if lower else f"a head in {str(dtype).removeprefix('torch.')}"
         raise ValueError(
             f"cast_lm_head_to_fp32=True, but {setting}: load the model in float32 and set "
-            "bf16=False; or leave it out, as log-probs are summed in float32 all the same"
+            "bf16=False and fp16=False; or leave cast_lm_head_to_fp32 out, as log-probs are summed "
+            "in float32 all the same"
         )

@@ -116,8 +116,8 @@ class GRPOConfig(OnlineConfig):
         self._check_loss(loss_of_grpo(self))
 
     def _settle_batches(self) -> None:
-        """Settles batch sizes. In a program for TRL, a batch size that holds no whole groups counts
-        prompts: only TRL 0.14 and 0.15 accepted such sizes, and they counted prompts."""
+        """Settles batch sizes. In a program for TRL, a batch size that does not divide into groups
+        counts prompts: only TRL 0.14 and 0.15 accepted such sizes, and they counted prompts."""
         from_batch = (self.generation_batch_size, self.steps_per_generation) == (None, None)
         size = self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
         if from_batch and size % self.num_generations and serves_a_program():
@@ -126,7 +126,7 @@ class GRPOConfig(OnlineConfig):
             self.per_device_eval_batch_size *= self.num_generations_eval or self.num_generations
             warnings.warn(
                 f"per_device_train_batch_size={prompts} counts prompts here, as in TRL 0.14, since "
-                f"a batch of so many completions holds no whole group of num_generations="
+                f"a batch of so many completions does not divide into groups of num_generations="
                 f"{self.num_generations}: it is {self.per_device_train_batch_size} completions",
                 stacklevel=5,
             )
@@ -151,8 +151,9 @@ class GRPOConfig(OnlineConfig):
         if functions and one_step and learns_as_clip(kind, loss.objective.cliprange):
             warnings.warn(
                 f"loss_type={name!r} makes no difference to 'dapo' here: each generation serves "
-                "one optimizer step (num_iterations=1, steps_per_generation no more than "
-                "gradient_accumulation_steps), so that all ratios are 1, where it has the gradient "
-                "of PPO's clip: raise num_iterations (4, say) or steps_per_generation",
+                "one optimizer step (gradient_accumulation_steps is a multiple of num_iterations × "
+                "steps_per_generation), so that all ratios are 1, where it has the gradient of "
+                "PPO's clip: raise num_iterations or steps_per_generation until their product is "
+                "above gradient_accumulation_steps",
                 stacklevel=4,
             )

@@ -555,13 +555,19 @@ class OnlineTrainer(BaseTrainer, ABC):
             return self._compute_loss(model, inputs)
         return self._pass_loss(model, inputs)
 
+    @property
+    def _chooses(self) -> bool:
+        """Whether a program's own method has to see all entropies first, and choose tokens."""
+        return self._loss.top_entropy < 1 and "get_high_entropy_mask" in self.overrides
+
     def _pass_loss(self, model: nn.Module, inputs: Pass) -> Tensor:
+        given = inputs, self._coefficient(), self.processes.count
         scored = self._scorer.policy(
             model,
             inputs.part.tokens,
             aux=self.aux_loss_enabled and not self._routes,
             entropy=True,
-            objective=self._loss.in_one_pass(inputs, self._coefficient(), self.processes.count),
+            objective=None if self._chooses else self._loss.in_one_pass(*given),
         )
         inputs.scores, inputs.routing = scored.scores, scored.routing
         loss = self._loss_of_scored(inputs, scored.aux_loss if self.aux_loss_enabled else None)

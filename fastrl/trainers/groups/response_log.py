@@ -103,7 +103,12 @@ class ResponseLog:
         return int(prompts.sum() + lengths.sum()), float(learned.sum())
 
     def rewards(self, judged: Samples, spreadless: Tensor, mode: str) -> None:
-        """Adds metrics of rewards; ``spreadless`` marks groups of equal ones, or their samples."""
+        """Adds metrics of rewards.
+
+        Args:
+            spreadless: for each group or sample, whether the rewards of the group are equal, or
+                those of the whole batch where advantages are divided by the batch's deviation.
+        """
         metrics, values = self.metrics[mode], self._numbers
         pairs = zip(self.names, judged.rewards_by_function.values(), strict=True)
         columns = {f"rewards/{name}/": column for name, column in pairs}

@@ -433,11 +433,12 @@ class Loop:
         self.begun_at = state["begun_at"]
         self._began -= state["seconds"]
         both = state["settings"], self._settings()
-        # The trainer has compared its temperature itself.
+        # The trainer itself warns of another temperature.
         before, now = ({k: v for k, v in x.items() if k != "temperature"} for x in both)
+        temperatures = {x.get("temperature", 1.0) for x in both}
         changed = warn_of_changed_settings(before, now)
         changed = [k for k in changed if not k.startswith(OF_CODE)]  # mended code is fine
-        if set(changed) - {"missing_eos_penalty"}:
+        if set(changed) - {"missing_eos_penalty"} or len(temperatures) > 1:
             return
         prompts = [] if self.eval_prompts is None else self.eval_prompts.samples.prompt_texts
         for evaluation in evaluations_from_tree(state["evaluations"], prompts):
