@@ -296,7 +296,8 @@ class PPOConfig:
     )
     reference_adapter: str = setting(
         "With adapter: off (the base model), start (a frozen copy of the adapter as training "
-        "begins) or auto (start for an adapter that was trained before, off for a new one).",
+        "begins) or auto (start for an adapter that was trained before, or where the reference is "
+        "updated from the policy; else off).",
         "off",
         choices=REFERENCE_ADAPTERS,
     )

@@ -70,7 +70,7 @@ class DataCollatorForCompletionOnlyLM:
         if isinstance(template, str):
             template = self.tokenizer.encode(template, add_special_tokens=False)
         if not len(template):
-            raise ValueError(f"{name} is empty: pass the text in front of the responses")
+            raise ValueError(f"{name} is empty: pass a text, or token ids, of at least one token")
         return [int(token) for token in template]
 
     def learned(self, input_ids: Sequence[int]) -> list[bool]:

@@ -166,9 +166,7 @@ class GradientStep:
         taken = finite and finite_gradient
         if not taken:
             self.engine.zero()
-        return StepOutcome(
-            nonfinite=int(not finite), finite_gradient=finite_gradient, taken=taken, norm=norm
-        )
+        return StepOutcome(nonfinite=int(not finite), finite_gradient=finite_gradient, taken=taken)
 
     def _gradient(
         self, minibatches: Sequence[Experience], experience: Tensor | None = None

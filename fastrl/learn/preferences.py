@@ -231,7 +231,7 @@ class UnpairedObjective(NamedTuple):
     :func:`fastrl_kernels.kto_loss`: a row of :data:`UNPAIRED_LOSSES`."""
 
     source: str
-    has_kl: bool  # whether a KL is estimated, of mismatched pairs; else it is 0
+    has_kl: bool  # whether a KL is estimated, by mismatched_kl; else it is 0
 
     def __call__(self, side: Side, desirable: Tensor, kl: Tensor, **options: float) -> Tensor:
         """The loss of each response, [B]."""

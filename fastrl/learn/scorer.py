@@ -22,7 +22,7 @@ from fastrl.run.processes import OneProcess, Processes
 
 # Returns a model's scores of a request's tokens, from arguments of its forward.
 Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
-# Returns scores of the response tokens of a part of a batch, [N] each, by name.
+# Returns scores of the response tokens of a part of a batch, [N] each, logits [N, V], by name.
 ScorePart = Callable[[TokenBatch], dict[str, Tensor]]
 _OF_TOKENS = ("logprobs", "values", "logits")  # fields of TokenScores
 
@@ -123,7 +123,8 @@ def in_passes(
     shares: Sequence[Sequence[int]] | None = None,
     positions: PositionCount | None = None,
 ) -> dict[str, Tensor]:
-    """Scores of a batch's response tokens by ``score``, [B, T-1] each, zero where masked.
+    """Scores of a batch's response tokens by ``score``, [B, T-1] each, logits [B, T-1, V]; zero
+    where masked.
 
     All processes run the same number of passes, because weights may be gathered for each pass: one
     that has fewer runs a sample whose scores it drops.

@@ -90,7 +90,8 @@ def load_language_model(
     """Loads a language model; where the path holds an adapter, a PEFT model on its base.
 
     Where FSDP2 gets all weights from process 0 (``--fsdp_cpu_ram_efficient_loading true``), other
-    processes have a whole model's on the meta device, unless ``options`` exceed ``_OF_EMPTY``.
+    processes have a whole model's weights on the meta device, unless ``options`` has one that is
+    not in ``_OF_EMPTY``, the options that a model without weights can be made with.
 
     Args:
         loader: transformers' class for the model's kind, which has ``from_pretrained``.

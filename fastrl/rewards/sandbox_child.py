@@ -61,7 +61,7 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, job["wall_seconds"])
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
     if not job["isolated"]:
-        end()  # ends the rest of the program's session
+        end()  # ends the rest of the program's process group
     status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
     say(f"ended: {status}")
 

@@ -1,5 +1,5 @@
-"""What transformers and PEFT have taken away since programs for TRL were written, served to those
-programs alone: most of it with one warning that says what stands in its place."""
+"""What transformers, PEFT and datasets have taken away since programs for TRL were written, served
+to those programs alone: most of it with one warning that says what stands in its place."""
 
 from __future__ import annotations
 

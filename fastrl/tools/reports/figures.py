@@ -206,7 +206,8 @@ def _cut_slow_steps(axes: Axes, points: list[tuple[float, float]]) -> list[Name]
 
 
 def _plain_numbers() -> Any:
-    """A formatter of ticks as plain numbers with as many digits as they need, and no offset."""
+    """A formatter of ticks as numbers without an offset, with as many digits as they need; large
+    and small ones with an exponent, such as 1e+04."""
     from matplotlib.ticker import Formatter
 
     class PlainNumbers(Formatter):

@@ -99,7 +99,8 @@ class OnlineTrainer(BaseTrainer, ABC):
     rehearsed_as = rehearse.ONLINE
     needs_old: ClassVar[bool]  # whether old log-probs are read even where all ratios are 1
     learns_kl: ClassVar[bool] = False  # whether rewards hold the KL of the old log-probs
-    divides_loss: ClassVar[bool]  # whether TRL's _compute_loss divides by a step's batches itself
+    # Whether TRL's _compute_loss itself divides by the number of batches of an optimizer step.
+    divides_loss: ClassVar[bool]
     rewards: RewardFunctions
     reward_weights: Tensor
     beta: float
@@ -248,7 +249,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         args, rewards = self.args, self.rewards
         self._noted = ResponseLog(args, rewards.names, self._metrics, self.processes)
         self._logs = self._noted.table  # TRL's name
-        # Losses are means over a batch: transformers divides them by the batches of a step.
+        # Losses are means over a batch: transformers divides them by the number of batches of an
+        # optimizer step.
         self.model_accepts_loss_kwargs = False
         self.loss_is_scaled_for_ga = None
         if self.has_own_loss and self.divides_loss:

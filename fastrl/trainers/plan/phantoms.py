@@ -187,8 +187,8 @@ class Phantoms(TorchDispatchMode):
         return tuple(map(real, shapes)) if isinstance(shapes, tuple) else real(shapes)
 
     def _written(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What an operation that writes to its arguments returns; a tensor of floats that is no
-        phantom becomes zeros where it is overwritten."""
+        """What an operation that writes to its arguments returns; if it overwrites a tensor of
+        floats that is no phantom, or a part of one, the whole tensor becomes zeros."""
         schema, by_alias = func._schema, dict[str, Any]()
         for i, argument in enumerate(schema.arguments):
             info = argument.alias_info
