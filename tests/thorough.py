@@ -26,7 +26,6 @@ PARTS = 10
 _FEW, _FEW_ELSEWHERE = 4, 1  # in the kernels' room, and where tests train and generate
 # Files and tests of which each setting is an oracle, a planted fault or a goal.
 _WHOLE = (
-    "counts/test_counts.py",
     "kernels/test_every_op.py",
     "kernels/test_judge.py::test_one_rounding_too_many_is_found",
     "ppo/test_bandit.py",
@@ -96,7 +95,7 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "commands/test_errors.py::"
     "test_an_error_in_a_reward_function_shows_its_lines_and_comes_last": (),
     "commands/test_four_bits.py::test_a_run_is_resumed": (),
-    "commands/test_recipes.py::test_a_plan_is_what_the_plan_of_today_is": ("sft-qwen3-0.6b-8gb",),
+    "commands/test_recipes.py::test_a_plan_is_what_the_plan_of_today_is": (),
     "commands/test_replay_command.py::"
     "test_a_run_resumed_with_other_settings_is_replayed_with_those_of_each_step": (),
     "commands/test_resumed_jobs.py::test_a_checkpoint_that_is_refused_leaves_no_folder": ("sft",),
@@ -118,18 +117,15 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "device/test_host_reads.py::test_mini_batches_are_not_read": ("4",),
     "device/test_host_reads.py::test_slots_are_refilled_without_waiting": (),
     "device/test_iterations.py::test_ppo_trains_with_every_reference": ("GRPO",),
-    "faults/test_kills.py::test_a_killed_run_is_resumed_bit_for_bit": (
-        "ppo-0",
-        "grpo-1",
-        "hybrid-0",
-        "sft-1",
-    ),
-    "faults/test_failures.py::test_a_reward_that_fails_costs_nothing": ("miscounts-6",),
+    "faults/test_kills.py::test_a_killed_run_is_resumed_bit_for_bit": ("grpo-1", "sft-1"),
+    "faults/test_kills.py::test_other_slots_change_no_sample_and_hardly_a_weight": (),
+    "faults/test_failures.py::test_a_pickle_is_never_opened": (),
+    "faults/test_failures.py::test_a_reward_that_fails_costs_nothing": (),
     "faults/test_kills.py::test_a_run_may_be_killed_more_than_once": (),
-    "faults/test_replays.py::test_samples_of_a_resumed_run_are_replayed": ("grpo",),
+    "faults/test_replays.py::test_samples_of_a_resumed_run_are_replayed": (),
     "kernels/test_compile.py::test_a_step_that_joins_ops_is_one_graph": 1,
     "kernels/test_compile.py::test_one_graph_for_all_sizes_with_the_bits_of_eager_mode": (
-        *("linear_ppo_loss with everything-torch", "linear_logprobs-triton"),
+        "linear_logprobs-triton",
     ),
     "kernels/test_compile.py::test_triton_kernels_are_traced_without_a_graph_break": (),
     "kernels/test_decode_attention.py::test_a_row_has_the_same_bits_alone_and_among_64": 1,
@@ -149,13 +145,13 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "kernels/test_linear_sample.py::"
     "test_tokens_are_those_drawn_from_the_logits_that_the_head_would_round": ("per row-bfloat16",),
     "kernels/test_operators.py::test_copies_of_the_package_live_side_by_side": (),
-    "kernels/test_sampling.py::test_more_candidates_than_there_is_room_for": ("3-top-k, top-p",),
+    "kernels/test_sampling.py::test_more_candidates_than_there_is_room_for": (),
     "kernels/test_sampling_draws.py::"
     "test_draws_of_several_parts_are_as_often_as_they_are_probable": (
-        *("plain", "top_p", "temperature, top_k, top_p, min_p"),
+        "temperature, top_k, top_p, min_p",
     ),
-    "kernels/test_sampling_draws.py::test_rare_tokens_and_all_places_of_a_long_row_are_drawn": 1,
-    "kernels/test_sampling_draws.py::test_tokens_are_drawn_as_often_as_they_are_probable": 2,
+    "kernels/test_sampling_draws.py::test_rare_tokens_and_all_places_of_a_long_row_are_drawn": (),
+    "kernels/test_sampling_draws.py::test_tokens_are_drawn_as_often_as_they_are_probable": 1,
     "kernels/test_workspace.py::test_a_step_takes_no_new_pages_from_the_system": (),
     "kernels/test_workspace.py::test_ten_live_graphs_keep_two_workspaces_of_logits": (
         "whole-triton",
@@ -216,7 +212,7 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "rollout/test_fused_layers.py::test_a_layers_launches": (),
     "rollout/test_fused_layers.py::test_an_adapter_that_comes_later_is_run": (),
     "rollout/test_fused_layers.py::test_layers_in_whose_place_are_others_are_not_run": (),
-    "rollout/test_scheduler.py::test_the_host_reads_at_most_once_in_eight_steps": ("True",),
+    "rollout/test_scheduler.py::test_the_host_reads_at_most_once_in_eight_steps": (),
     "serving/test_drawn_adapters.py::test_what_is_saved_is_what_was_trained": 6,
     "mutants/test_mutants.py::test_mutants_are_killed_by_tests_that_see_them_and_by_no_others": (),
     "test_documents.py::test_the_quick_starts_commands_run_as_printed_on_its_own_lines": (),
@@ -224,9 +220,7 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "test_more_examples.py::test_a_dpo_script": (),
     "test_more_examples.py::test_a_grpo_script": (),
     "test_more_examples.py::test_sums_of_digits": (),
-    "trainers/test_low_memory.py::test_small_steps_move_as_many_weights_in_bf16_as_in_float32": (
-        "sft",
-    ),
+    "trainers/test_low_memory.py::test_small_steps_move_as_many_weights_in_bf16_as_in_float32": (),
     "processes/test_failing.py::test_one_process_ends_all_soon_with_the_state_saved": (),
     "reports/test_html_report.py::test_a_report_beside_its_runs_is_no_run": (),
     "rollout/test_fused_layers.py::test_weights_side_by_side_are_the_models_own": (),
@@ -242,6 +236,35 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
         *("openai-gpt", "roberta", "t5", "xlnet"),
     ),
     "trainers/test_sft.py::test_loss_and_gradients_are_those_of_the_formula": 3,
+    "aot/test_gate.py::test_toy_kernels_are_told_apart": (),
+    "commands/test_sick_runs.py::test_report_and_doctor_of_runs": (),
+    "counts/test_counts.py::test_a_goal_is_kept": (
+        *("plain draw, bf16", "token_logprobs with entropy, both ways", "gae with whitening"),
+        *("linear_logprobs, beside its products", "linear_logprobs, above in- and outputs"),
+        *("linear_ppo_loss, beside its products", "ppo_loss, in Python"),
+    ),
+    "kernels/test_decode_attention.py::test_dead_tokens_are_not_read": 1,
+    "kernels/test_launch.py::test_a_direct_launch_is_the_one_that_triton_would_make": (),
+    "kernels/test_linear_logprobs.py::test_logits_never_exist": 1,
+    "kernels/test_linear_logprobs.py::test_many_chunks": 1,
+    "kernels/test_sampling_draws.py::"
+    "test_a_token_of_small_probability_is_drawn_as_often_as_it_should": (),
+    "plan/test_accuracy.py::test_the_passes_that_are_rehearsed_have_the_peaks_of_all": (),
+    "plan/test_pass_sizes.py::test_a_trainer_learns_the_same_in_passes_that_fit": (),
+    "ppo/test_recorded_products.py::test_a_run_goes_on_with_the_libraries_that_it_began_with": (),
+    "ppo/test_replay.py::test_an_update_that_is_not_the_runs_is_named": (),
+    "ppo/test_replay.py::test_samples_of_a_run_that_was_killed_and_resumed_are_drawn_again": (),
+    "processes/test_failing.py::"
+    "test_where_one_process_cannot_write_none_waits_and_no_half_checkpoint_is_left": (),
+    "rewards/test_math_reward.py::test_an_answer_that_takes_too_long_is_wrong_in_every_thread": (),
+    "rollout/test_fused_layers.py::test_layers_are_fused_without_a_norm_that_is_another": (),
+    "rollout/test_fused_layers.py::test_layers_that_hooks_look_into_stay_as_they_are": (),
+    "rollout/test_fused_layers.py::test_positions_are_those_of_now": (),
+    "rollout/test_fused_layers.py::test_weights_whose_memory_others_keep_are_not_moved": (),
+    "test_moved.py::test_a_program_that_knows_the_old_names_alone_runs": (),
+    "test_more_examples.py::test_an_own_advantage_learns_otherwise_than_grpos": (),
+    "test_packaging.py::test_nothing_needs_a_later_patch_release_of_python": (),
+    "trl/test_ppo_v2.py::test_the_value_model_follows_the_schedule": (),
     "trl/test_rollout_func.py::test_rewards_rise_as_with_trls_own_generation": (),
     "trl/test_tools.py::"
     "test_an_environment_that_acts_on_its_rows_columns_changes_them_for_nobody": (),
