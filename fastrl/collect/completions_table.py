@@ -52,13 +52,14 @@ class CompletionsTable(dict):
         self._shown: dict[str, list[Any]] = {}
 
     def columns(self, step: int) -> dict[str, list[Any]]:
-        """The table's columns by name, with ``step``; extra ones only if no row lacks them."""
+        """The table's columns by name, with ``step``; rewards and extra ones only if no row lacks
+        them."""
         count = len(self["prompt"])
         return {
             "step": [step] * count,
             "prompt": _as_column(self["prompt"]),
             "completion": _as_column(self["completion"]),
-            **{name: list(values) for name, values in self["rewards"].items()},
+            **{name: list(x) for name, x in self["rewards"].items() if len(x) == count},
             **{name: _as_column(x) for name, x in self["extra"].items() if len(x) == count},
             **({"advantage": list(self["advantages"])} if self["advantages"] else {}),
         }

@@ -97,6 +97,7 @@ def test_all_recipes_are_listed_with_their_memory(capsys: Any, monkeypatch: Any)
     (["grpo", "--recipe", "dpo-qwen3-4b-24gb"], "fastrl align --recipe dpo-qwen3-4b-24gb"),
     (["recipes", "--write", "a.yaml"], "--write copies a recipe: name it"),
     (["env", "--recipe", "ppo-demo-cpu"], "unknown argument '--recipe'"),
+    (["ppo", "--recipe", "--lora-r", "8"], "--recipe: expected one argument"),
 ])  # fmt: skip
 def test_what_no_recipe_is_is_refused(capsys: Any, arguments: list[str], message: str) -> None:
     assert message in refused(capsys, *arguments)

@@ -87,7 +87,7 @@ def test_a_path_is_no_data_set(kind: str, tmp_path: Path) -> None:
     """Commands take paths, trainers do not; a text has elements and a length, too."""
     rows = Dataset.from_list(rows_of(kind, [SOUND[0]]) * 4)
     for given in ({"rows": "rows.jsonl"}, {"rows": rows, "eval_dataset": Path("rows.jsonl")}):
-        with pytest.raises(TypeError, match=r"'rows\.jsonl' is the name of a data set, where the data set"):
+        with pytest.raises(TypeError, match=r"'rows\.jsonl' is the name of a data set, where"):
             make(kind, tmp_path, **given)
 
 

@@ -483,6 +483,15 @@ def test_trackers_get_one_response_to_each_prompt(monkeypatch: Any) -> None:
     assert list(sent[0]["step"]) == [7, 7]
 
 
+def test_a_table_has_the_rewards_that_no_row_lacks() -> None:
+    table = CompletionsTable(4)
+    table.add(["a"], ["b"], {"of all": [1.0], "of one": [2.0]})
+    table.add(["c"], ["d"], {"of all": [3.0]})
+    assert table.columns(1) | {"step": 1} == {
+        "step": 1, "prompt": ["a", "c"], "completion": ["b", "d"], "of all": [1.0, 3.0],
+    }  # fmt: skip
+
+
 def test_a_table_shows_several_prompts_first(capsys: pytest.CaptureFixture[str]) -> None:
     table = CompletionsTable(6)
     said = [f"said{i}" for i in range(6)]

@@ -232,7 +232,7 @@ def early_value(name: str, arguments: Sequence[str]) -> str | None:
         setting = yaml_settings(Path(arguments[0])).get(name)
     for word, value in zip_longest(arguments, arguments[1:]):
         flag, equals, behind = word.partition("=")
-        if flag == f"--{name}" and (equals or value is not None):
+        if flag == f"--{name}" and (equals or not (value or "--").startswith("--")):
             setting = behind if equals else value
     return None if setting is None else str(setting)
 
