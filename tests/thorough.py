@@ -77,7 +77,7 @@ _EACH_VALUE = {
 }
 # No test of these files is part of `make test`,
 _FILES = (
-    "aot/test_cubin.py", "benchmarks/test_gates.py", "benchmarks/test_smoke.py",
+    "aot/test_cubin.py", "aot/test_gate.py", "benchmarks/test_gates.py", "benchmarks/test_smoke.py",
     "models/test_quantised.py", "processes/test_commands.py", "processes/test_corrected.py",
     "processes/test_fitted.py", "processes/test_sharded.py",
 )  # fmt: skip
@@ -86,8 +86,6 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "alignment/test_resumed_alignment.py::test_alignment_goes_on_from_any_checkpoint": (
         "online pairs",
     ),
-    "aot/test_gate.py::test_a_worker_that_dies_is_a_failure": (),
-    "aot/test_gate.py::test_every_candidate_of_an_autotuned_kernel_is_compiled": (),
     "benchmarks/test_gpu.py::test_a_bare_checkout_is_enough": (),
     "benchmarks/test_predictions.py::test_the_committed_file_is_what_the_command_writes": (),
     "commands/test_align_job.py::test_rows_shorter_than_the_longest_allowed_are_planned": (),
@@ -119,6 +117,7 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "device/test_iterations.py::test_ppo_trains_with_every_reference": ("GRPO",),
     "faults/test_kills.py::test_a_killed_run_is_resumed_bit_for_bit": ("grpo-1", "sft-1"),
     "faults/test_kills.py::test_other_slots_change_no_sample_and_hardly_a_weight": (),
+    "faults/test_failures.py::test_a_full_disk_leaves_the_last_good_checkpoint": (),
     "faults/test_failures.py::test_a_pickle_is_never_opened": (),
     "faults/test_failures.py::test_a_reward_that_fails_costs_nothing": (),
     "faults/test_kills.py::test_a_run_may_be_killed_more_than_once": (),
@@ -193,6 +192,7 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
     "ppo/test_resume.py::test_the_last_evaluation_is_made_up": ("2",),
     "ppo/test_resume.py::test_the_time_of_a_run_is_that_of_all_its_processes": (),
     "ppo/test_seq2seq_ppo.py::test_rewards_rise": (),
+    "processes/test_failing.py::test_a_run_of_one_process_goes_on_as_several": (),
     "processes/test_failing.py::test_a_timeout_in_transformers_arguments_holds_on_cpus": (),
     "processes/test_failing.py::test_processes_share_the_search_for_a_checkpoint_that_is_whole": (),
     "processes/test_inside_trl.py::test_a_model_that_would_be_trained_without_ddp_is_refused": (),
@@ -236,7 +236,6 @@ _KEPT: dict[str, tuple[str, ...] | int] = {
         *("openai-gpt", "roberta", "t5", "xlnet"),
     ),
     "trainers/test_sft.py::test_loss_and_gradients_are_those_of_the_formula": 3,
-    "aot/test_gate.py::test_toy_kernels_are_told_apart": (),
     "commands/test_sick_runs.py::test_report_and_doctor_of_runs": (),
     "counts/test_counts.py::test_a_goal_is_kept": (
         *("plain draw, bf16", "token_logprobs with entropy, both ways", "gae with whitening"),

@@ -160,6 +160,14 @@ def keep(tree, name, folder):
     save_tree(tree, target)
 
 
+def asked_for(request, jobs):
+    """Those of a file's jobs by which its tests that are run are parametrized, as ``name``; so a
+    part of the tests does a part of the jobs."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+    return [name for name in jobs if name in names]
+
+
 def kept(folder, name, processes):
     """What a job did, of each of so many processes."""
     return [load_tree(folder / f"{name}-{processes}-{rank}") for rank in range(processes)]

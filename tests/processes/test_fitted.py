@@ -9,21 +9,22 @@ import torch
 from fastrl.run.checkpoints import BadCheckpoint
 from tests.processes import fitted
 from tests.processes.fitted import JOBS, RESUMED, SAVED
-from tests.processes.launch import assert_close, fork, keep, kept
+from tests.processes.launch import asked_for, assert_close, fork, keep, kept
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory, count):
+def done(request, tmp_path_factory, count):
     """A folder with what each job did, as one process and as several, and what became of runs that
     ended early and were resumed by the other number of processes."""
     folder = tmp_path_factory.mktemp("fitted")
-    for name, job in JOBS.items():
-        keep(job(), name, folder)
+    asked = asked_for(request, JOBS)
+    for name in asked:
+        keep(JOBS[name](), name, folder)
     fitted.straight(folder)
     fitted.begin(folder)
-    ended = fork(fitted.run, folder, *JOBS, "begin", processes=count)
+    ended = fork(fitted.run, folder, *asked, "begin", processes=count)
     assert abs(ended.returncode) == signal.SIGKILL, ended.stderr[-3000:]
     fitted.resume(folder)
     ended = fork(fitted.run, folder, "resume", "differ", processes=count)

@@ -6,16 +6,17 @@ import pytest
 
 from fastrl.run.checkpoints import BadCheckpoint, verify
 from fastrl.run.state import load_tree
-from tests.processes.launch import TOLERANCE, assert_close, fork, kept
+from tests.processes.launch import TOLERANCE, asked_for, assert_close, fork, kept
 from tests.processes.sharded import JOBS, POLICIES, TOLERANCES, run
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory, count):
+def done(request, tmp_path_factory, count):
     """A folder with what each job did, as one process and as several."""
     folder = tmp_path_factory.mktemp("sharded")
+    asked = asked_for(request, JOBS)
     for processes in (count, 1):  # the one reads what the others have written
-        ended = fork(run, folder, *JOBS, processes=processes)
+        ended = fork(run, folder, *asked, processes=processes)
         assert ended.returncode == 0, ended.stderr[-3000:]
     return folder
 
@@ -37,8 +38,9 @@ def test_one_process_goes_on_from_shares_as_if_nothing_had_happened(done, name):
     assert_close(one["from whole weights"], one["from shares"])
 
 
-def test_spread_masters_of_bf16_weights_go_on_from_their_shares(done, count):
-    for each in trees(done, "masters of weights in bf16", count):
+@pytest.mark.parametrize("name", ["masters of weights in bf16"])
+def test_spread_masters_of_bf16_weights_go_on_from_their_shares(done, count, name):
+    for each in trees(done, name, count):
         assert_close(each["done"]["straight"], each["done"]["resumed"])
 
 
@@ -59,11 +61,13 @@ def test_the_head_is_fused_and_the_rollouts_logprobs_are_reused(done, count, nam
         assert set(each["reused"]) == {1.0}
 
 
-def test_the_head_is_fused_in_supervised_training(done, count):
-    assert all(each["heads"] == ["FusedHead"] for each in trees(done, "sft", count))
+@pytest.mark.parametrize("name", ["sft"])
+def test_the_head_is_fused_in_supervised_training(done, count, name):
+    assert all(each["heads"] == ["FusedHead"] for each in trees(done, name, count))
 
 
-def test_no_process_writes_a_whole_model_for_supervised_training(done, count):
+@pytest.mark.parametrize("name", ["sft, checkpoints"])
+def test_no_process_writes_a_whole_model_for_supervised_training(done, count, name):
     checkpoint = done / "sft in shares" / "checkpoint-2"
     assert verify(checkpoint)["step"] == 2
     names = {path.name for path in checkpoint.rglob("*") if path.is_file()}
@@ -71,7 +75,8 @@ def test_no_process_writes_a_whole_model_for_supervised_training(done, count):
     assert not {"model.safetensors", "optimizer.pt"} & names
 
 
-def test_each_process_writes_its_share_of_a_checkpoint(done, count):
+@pytest.mark.parametrize("name", ["checkpoints"])
+def test_each_process_writes_its_share_of_a_checkpoint(done, count, name):
     """And no more than that: the rest are numbers."""
     shares, whole = (done / name / "checkpoints" / "checkpoint-2" for name in ("sharded", "ddp"))
     assert {path.name for path in shares.glob("*.safetensors")} >= {
@@ -84,7 +89,8 @@ def test_each_process_writes_its_share_of_a_checkpoint(done, count):
         assert (shares / f"policy-{i}-of-{count}.safetensors").stat().st_size < 0.7 * size
 
 
-def test_a_share_that_is_missing_is_named(done, count, tmp_path):
+@pytest.mark.parametrize("name", ["checkpoints"])
+def test_a_share_that_is_missing_is_named(done, count, tmp_path, name):
     shutil.copytree(done / "sharded" / "checkpoints" / "checkpoint-2", tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-2" / f"policy-2-of-{count}.safetensors").unlink()
     with pytest.raises(BadCheckpoint, match=rf"policy-2-of-{count}\.safetensors is missing"):
