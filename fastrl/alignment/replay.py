@@ -14,6 +14,7 @@ from fastrl.collect.compare_replay import Replayed, compared, recorded_rollout, 
 from fastrl.data.examples import Example, Response
 from fastrl.run.ledger import PER_FUNCTION
 from fastrl.samples import Samples
+from fastrl.trainers.ppo.setup import precision_of
 from fastrl.trainers.replay_walk import Drawn, LoopWalk
 
 
@@ -22,7 +23,7 @@ def replay(trainer: Trainer, output: str | Path, batch: int) -> Replayed:
     :meth:`fastrl.trainers.replay_walk.LoopWalk.replay`; the annotator is not called. On the
     machine, threads and versions of the run they are the recorded ones bit for bit; a warning says
     which of the three differ. Where the run had several processes, one computes their updates: sums
-    are rounded otherwise, so that log-probs and values may differ by √ε of the weights' dtype.
+    are rounded otherwise, so that log-probs and values may differ by √ε of the model's precision.
 
     Args:
         trainer: made as for the run, from the same model and data, in one process; its factory's
@@ -51,7 +52,7 @@ class _BatchWalk(LoopWalk):
         for name in ("seed", "gradient_accumulation_steps"):
             now[name] = getattr(trainer.args, name)
         self.check_same(now, {**self.facts["generation_kwargs"], **recorded})
-        dtype = next(trainer.model.parameters()).dtype
+        dtype = precision_of(trainer.model, trainer.accelerator)
         self.tolerance = rounding(dtype) if recorded["processes"] > 1 else 0.0
         silent = (trainer.args, "ledger", False), (trainer.args, "log_completions", False)
         self.stands_in = ((trainer.factory, "answer", self), *silent)

@@ -422,7 +422,7 @@ class RewardTrainer(SupervisedTrainer):
         has_score_head = score_head(self.accelerator.unwrap_model(self.model)) is not None
         packs = has_score_head and self.packing(self.model_wrapped)
         if not packs:
-            with self.compute_loss_context_manager():
+            with self.accelerator.autocast():
                 self._padded_on = classifier_side(
                     self.model_wrapped,
                     self.args.device,

@@ -304,14 +304,13 @@ class SFTTrainer(SupervisedTrainer):
 
     def _packing_collator(self) -> Any:
         self.prepare_weights()
-        autocast = self.compute_loss_context_manager()
         rows: Any = PackedCollator(self.processing_class)
         # packing() may warn of padded batches: that is said only if choose_collator does not raise.
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             padding_free = self.packing(self.model_wrapped)
         if not padding_free:
-            rows = choose_collator(self.model, self.processing_class, autocast)
+            rows = choose_collator(self.model, self.processing_class, self.accelerator.autocast())
         rows.pad_to_multiple_of = self.args.pad_to_multiple_of
         for each in caught:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

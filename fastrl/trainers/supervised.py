@@ -448,9 +448,9 @@ class SupervisedTrainer(BaseTrainer, ABC):
     @cached_property
     def packing(self) -> Packing:
         """Tests whether a model runs batches without padding."""
-        context, anywhere = self.compute_loss_context_manager, self.processes.any
-        where = self.args.device, self.lowest_precision, context, anywhere
-        return Packing(*where, self.asks_to_pack, type(self).padding_scores)
+        where = self.args.device, self.lowest_precision, self.accelerator.autocast
+        asks = self.processes.any, self.asks_to_pack
+        return Packing(*where, *asks, type(self).padding_scores)
 
     def asks_to_pack(self) -> bool:
         """Whether batches without padding are asked for, and nothing else needs padded ones."""

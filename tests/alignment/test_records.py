@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -14,7 +15,8 @@ from fastrl.alignment import AlignmentConfig, ByImportance, ByMargin, Trainer, m
 from fastrl.alignment.replay import replay
 from fastrl.alignment.tasks import find_task
 from fastrl.rollout import SamplingParams
-from fastrl.run.ledger import read_ledger
+from fastrl.run.ledger import read_facts, read_ledger
+from fastrl.trainers import replay_walk
 from tests import tiny_models
 from tests.alignment.conftest import SETTINGS, LikesHigh, examples, make_factory, worth
 from tests.resuming import with_dropout
@@ -145,6 +147,21 @@ def test_any_batch_is_drawn_again(name: str, tmp_path: Path) -> None:
     found = replay(make(tmp_path.parent / "other", name), tmp_path / "run", BATCHES)
     assert (found.begun_at, found.walked) == (0, BATCHES - 1)
     assert found.identical, found.samples[0].differences()
+
+
+def test_the_tolerance_is_that_of_the_models_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast's, where float32 weights compute in bfloat16; a run of several processes has one."""
+
+    def of_two(*arguments: Any) -> list[dict[str, Any]]:
+        facts = read_facts(*arguments)
+        return [{**x, "settings": {**x["settings"], "processes": 2}} for x in facts]
+
+    make(tmp_path, bf16=True).train()
+    monkeypatch.setattr(replay_walk, "read_facts", of_two)
+    found = replay(make(tmp_path.parent / "other", bf16=True), tmp_path, 1)
+    assert found.tolerance == torch.finfo(torch.bfloat16).eps ** 0.5
 
 
 def test_another_model_is_told(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from fastrl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, R
 from fastrl.collect.completions_table import CompletionsTable
 from fastrl.data.tables import as_dataset
 from fastrl.learn.samples import learned_counts
+from fastrl.rollout import RolloutEngine
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.metric_means import MetricMeans
 from fastrl.samples import Samples
@@ -481,6 +482,16 @@ def test_trackers_get_one_response_to_each_prompt(monkeypatch: Any) -> None:
     table.report(["tensorboard"], 7, False)
     assert [list(x["completion"]) for x in sent] == [["c0", "c2"], ["c0", "c1", "c2", "c3"]]
     assert list(sent[0]["step"]) == [7, 7]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_rollouts_compute_in_the_precision_of_training(kind: str, tmp_path: Path) -> None:
+    """Or the engine's numbers would not be the model's, and ``model.generate`` took its place."""
+    trainer = make(tmp_path, kind, max_steps=1, bf16=True)
+    trainer.train()
+    (engine,) = trainer._rollouts.backend._engines.values()
+    assert isinstance(engine, RolloutEngine)
+    assert engine.model_runner.autocast_dtype() == torch.bfloat16
 
 
 def test_a_table_has_the_rewards_that_no_row_lacks() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from fastrl.run.ledger import read_ledger
@@ -81,7 +82,8 @@ STOPS = {"generation_kwargs": {"stop": [[i] for i in range(3, 20)]}}
 @pytest.mark.parametrize("settings", [
     {}, {"dynamic_sampling_rounds": 2}, {"beta": 0.1},
     {"mask_truncated_completions": True, **STOPS},
-], ids=["plain", "resampled", "kl", "stops"])  # fmt: skip
+    {"dynamic_sampling_rounds": 2, "bf16": True},
+], ids=["plain", "resampled", "kl", "stops", "resampled in bf16"])  # fmt: skip
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_any_generation_is_drawn_again(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     learning(tmp_path, kind, **settings).train()
@@ -91,7 +93,8 @@ def test_any_generation_is_drawn_again(kind: str, settings: dict[str, Any], tmp_
         found = replay(trainer, tmp_path, generation)
         keys = [x.recorded["sample_id"] for x in found.samples][:: trainer.num_generations]
         replaced = keys != list(range(len(keys)))  # which are computed in batches of other sizes
-        assert (found.tolerance > 0) == replaced
+        dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
+        assert found.tolerance == (torch.finfo(dtype).eps ** 0.5 if replaced else 0.0)
         resampled |= replaced
         assert found.begun_at == begun_at
         assert found.identical, found.samples[0].differences()

@@ -238,10 +238,10 @@ def fit(
         if checkpoint is None:
             if is_main_process():
                 folder.resume(None) if resume else folder.begin()
-            measured = trainer.evaluate() if held_out else {}
             if held_out:
+                measured = trainer.evaluate()
                 check_measured(trainer.args, measured)
-            trainer.kept["before"] = results(measured) if held_out else {}
+                trainer.kept["before"] = results(measured)
         outcome = trainer.train(resume_from_checkpoint=checkpoint)
         before = trainer.kept.get("before", {})
         after = results(trainer.evaluate()) if held_out else {}

@@ -21,6 +21,7 @@ from fastrl.learn.baselines import (
 )
 from fastrl.learn.experience import Experience
 from fastrl.learn.objective import Pass, TokenLoss
+from fastrl.models.scoring import PolicyObjective
 from fastrl.registry import GROUP_ADVANTAGES
 from fastrl.run.metric_means import mean_of
 from fastrl.run.model_card import policy_gradient
@@ -153,6 +154,11 @@ class GRPOTrainer(OverridableTrainer):
     def _chosen(self, entropies: Tensor) -> Tensor:
         ones, least = torch.ones_like(entropies), 1 - self.args.top_entropy_quantile
         return self.get_high_entropy_mask(entropies.detach(), ones, least).float()
+
+    def _objective(self, given: Pass) -> PolicyObjective | None:
+        if self.args.top_entropy_quantile < 1 and "get_high_entropy_mask" in self.overrides:
+            return None  # a program's own choice of tokens sees all entropies first
+        return super()._objective(given)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Which tokens count and have a high entropy: at least a quantile of the entropies of all

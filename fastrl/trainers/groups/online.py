@@ -34,7 +34,7 @@ from fastrl.learn.scorer import check_tokens
 from fastrl.models import CausalLMPolicy
 from fastrl.models.routing import follow_routers, refuse_beside, replays
 from fastrl.models.scorer import ScoredPass
-from fastrl.models.scoring import PassLimit
+from fastrl.models.scoring import PassLimit, PolicyObjective
 from fastrl.models.sharding import whole_weights
 from fastrl.models.utils import modes_kept
 from fastrl.overrides import check_overrides
@@ -261,14 +261,14 @@ class OnlineTrainer(BaseTrainer, ABC):
         self._follow = Follow(self._reference, args)
         self.add_first(self._follow)
         self._scorer = self._make_scorer(
-            args, self.pad_token_id, self.accelerator, self._autocast, self.processes
+            args, self.pad_token_id, self.accelerator, self.accelerator.autocast, self.processes
         )
         rewards.to(args.device)
         self._resampling = DynamicSampling(
             self.num_generations, args.dynamic_sampling_rounds, self.processes
         )
         backend = make_backend(
-            args, self._tokenizer, self._autocast, self.processes.index, self._replays
+            args, self._tokenizer, self.accelerator.autocast, self.processes.index, self._replays
         )
         self._rollouts = GroupRollouts(
             args,
@@ -310,9 +310,6 @@ class OnlineTrainer(BaseTrainer, ABC):
                 self.own_code(),
             )
         self._loss = self._make_loss()
-
-    def _autocast(self) -> Any:
-        return self.compute_loss_context_manager()
 
     @property
     def ref_model(self) -> Any:
@@ -398,6 +395,10 @@ class OnlineTrainer(BaseTrainer, ABC):
         those whose entropy is among the highest in all processes."""
         return torch.ones_like(entropies)
 
+    def _objective(self, given: Pass) -> PolicyObjective | None:
+        """What the LM head computes a pass's loss by; None where the loss needs its scores."""
+        return self._loss.in_one_pass(given, self._coefficient(), self.processes.count)
+
     def _make_scorer(self, *arguments: Any) -> ResponseScorer:
         return ResponseScorer(*arguments)
 
@@ -478,7 +479,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         samples = self.ready_batch(inputs)
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad():
             passes = self._units(model, samples, "eval")
             loss = torch.stack([self.compute_loss(model, each).detach() for each in passes]).sum()
             self._note(passes, "eval")
@@ -557,19 +558,13 @@ class OnlineTrainer(BaseTrainer, ABC):
             return self._compute_loss(model, inputs)
         return self._pass_loss(model, inputs)
 
-    @property
-    def _chooses(self) -> bool:
-        """Whether a program's own method has to see all entropies first, and choose tokens."""
-        return self._loss.top_entropy < 1 and "get_high_entropy_mask" in self.overrides
-
     def _pass_loss(self, model: nn.Module, inputs: Pass) -> Tensor:
-        given = inputs, self._coefficient(), self.processes.count
         scored = self._scorer.policy(
             model,
             inputs.part.tokens,
             aux=self.aux_loss_enabled and not self._routes,
             entropy=True,
-            objective=None if self._chooses else self._loss.in_one_pass(*given),
+            objective=self._objective(inputs),
         )
         inputs.scores, inputs.routing = scored.scores, scored.routing
         loss = self._loss_of_scored(inputs, scored.aux_loss if self.aux_loss_enabled else None)

@@ -20,6 +20,7 @@ from fastrl.collect.respond import Asked, Sampled
 from fastrl.run.ledger import PER_FUNCTION
 from fastrl.samples import Samples
 from fastrl.trainers.groups.online import OnlineTrainer
+from fastrl.trainers.ppo.setup import precision_of
 from fastrl.trainers.replay_walk import Drawn, LoopWalk
 
 _DECIDING = (
@@ -110,7 +111,7 @@ class _GenerationWalk(LoopWalk):
         assert isinstance(respond, Sampled)
         ids = [torch.tensor(row["prompt_ids"]) for row in rows]
         keys = [row["sample_id"] for row in rows[::size]]
-        dtype = next(trainer.model.parameters()).dtype
+        dtype = precision_of(trainer.model, trainer.accelerator)
         self.tolerance = rounding(dtype) if self.is_resampled(rows, size) else 0.0
         drawn = respond.sample(ids, size, keys, rows[0]["seed"])
         self.samples = compared(rows, drawn, trainer.temperature, self.tolerance)
