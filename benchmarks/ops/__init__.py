@@ -24,6 +24,7 @@ OPS = {
     "linear_logprobs": head.LINEAR_LOGPROBS,
     "linear_ppo_loss": head.LINEAR_PPO_LOSS,
     "linear_nll_loss": head.LINEAR_NLL_LOSS,
+    "linear_kl": head.LINEAR_KL,
     "full_kl": logits.FULL_KL,
     "kl_penalty": tokens.KL_PENALTY,
     "kl_rewards": tokens.KL_REWARDS,

@@ -281,6 +281,42 @@ def _compiled_linear_nll_loss() -> Iterator[Compiled]:
     yield from _compiled_losses(call, {"": {}, "softcap": {"softcap": 30.0}}, {})
 
 
+def _compiled_linear_kl() -> Iterator[Compiled]:
+    """Each divergence, against a teacher of the other dtype and width; and K tokens' log-probs."""
+
+    def call(dtype: torch.dtype, vocabulary: int, options: dict[str, Any]) -> None:
+        beta, cap, dtypes, tokens = (options[x] for x in ("beta", "softcap", "dtypes", "tokens"))
+        inputs = _compiled_inputs(dtype, vocabulary)
+        other = torch.float32 if dtype == torch.bfloat16 and dtypes else dtype
+        states = torch.zeros(COMPILED_ROWS, 2 * COMPILED_WIDTH, dtype=other)
+        heads = torch.zeros(vocabulary, 2 * COMPILED_WIDTH, dtype=other)
+        teacher: Any = kernels.TeacherHead(states, heads, softcap=cap)
+        if tokens:
+            ids = torch.arange(4).expand(COMPILED_ROWS, 4)
+            teacher = kernels.TeacherTokens(ids, torch.full((COMPILED_ROWS, 4), -2.0))
+        temperature = torch.ones(COMPILED_ROWS) if cap else 1.0
+        found = kernels.linear_kl(
+            **inputs, teacher=teacher, beta=beta, softcap=cap, entropy=cap is not None,
+            temperature=temperature,
+        )  # fmt: skip
+        total = found.divergences.sum() + found.logprobs.sum()
+        if found.entropies is not None:
+            total = total + found.entropies.sum()
+        total.backward()
+
+    plain = {"beta": 1.0, "softcap": None, "dtypes": False, "tokens": False}
+    options = {
+        "": plain,
+        "forward": {**plain, "beta": 0.0},
+        "mixed": {**plain, "beta": 0.5, "dtypes": True},
+        "all": {**plain, "beta": 0.5, "softcap": 30.0},
+        "forward, all": {**plain, "beta": 0.0, "softcap": 30.0},
+        "reverse, all": {**plain, "softcap": 30.0},
+        "tokens": {**plain, "tokens": True},
+    }
+    yield from _compiled_losses(call, options, {})
+
+
 def _compiled_losses(
     call: Callable[..., None], options: dict[str, dict[str, Any]], others: dict[str, Expect]
 ) -> Iterator[Compiled]:
@@ -314,3 +350,4 @@ LINEAR_PPO_LOSS = Op(
     peers={"liger-kernel": peers.liger_loss, "trl": peers.trl_chunked_loss},
 )
 LINEAR_NLL_LOSS = Op(compiled=_compiled_linear_nll_loss)
+LINEAR_KL = Op(compiled=_compiled_linear_kl)

@@ -32,6 +32,9 @@ MOST_PER_BYTE: dict[str, float] = {
     # fp32 with a group of heads, whose products tensor cores do not take; 3.2 in 16 bits.
     "decode_attention._decode_attention_fwd_kernel": 20.0,
     "decode_attention._decode_attention_merge_kernel": 5.0,
+    # A soft cap on each side, and the logarithm of a mixture, are nearly all of both: 2.2 and 2.0
+    # of KL(p || q) without caps.
+    "divergence._divergence_bwd_kernel": 36.0, "divergence._divergence_fwd_kernel": 48.0,
     "full_kl._full_kl_bwd_kernel": 5.5, "full_kl._full_kl_fwd_kernel": 8.4,
     "gae._gae_bwd_kernel": 8.0, "gae._gae_fwd_kernel": 16.7, "kl._kl_penalty_bwd_kernel": 6.0,
     "kl._kl_penalty_fwd_kernel": 6.6, "kl._kl_rewards_bwd_kernel": 2.5,

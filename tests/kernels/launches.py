@@ -88,9 +88,10 @@ def watched() -> Iterator[list[str]]:
 
 
 class _Storages(TorchDispatchMode):
-    def __init__(self, known: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, known: tuple[Any, ...]) -> None:
         super().__init__()
-        self.known = {x.untyped_storage()._cdata for x in known}
+        tensors = (x for x in tree_leaves(known) if isinstance(x, torch.Tensor))
+        self.known = {x.untyped_storage()._cdata for x in tensors}
         self.found: list[tuple[int, str]] = []
 
     def __torch_dispatch__(
@@ -105,9 +106,9 @@ class _Storages(TorchDispatchMode):
 
 
 @contextmanager
-def allocations(*known: torch.Tensor) -> Iterator[list[tuple[int, str]]]:
+def allocations(*known: Any) -> Iterator[list[tuple[int, str]]]:
     """Collects the bytes of every tensor's storage, forward and backward, and who made the tensor;
-    without those of ``known``."""
+    without those of ``known``, tensors or what has some."""
     with _Storages(known) as storages:
         yield storages.found
 

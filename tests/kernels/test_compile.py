@@ -22,8 +22,8 @@ HIDDEN, VOCABULARY = 8, 37
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Whose whole work is one operator, so that Triton's kernels run in compiled code as well.
 OPERATORS = {
-    "full_kl", "linear_logprobs", "linear_nll_loss", "linear_ppo_loss", "linear_sample",
-    "sample_keys", "sample_tokens", "token_logprobs",
+    "full_kl", "linear_kl", "linear_kl_loss", "linear_logprobs", "linear_nll_loss",
+    "linear_ppo_loss", "linear_sample", "sample_keys", "sample_tokens", "token_logprobs",
 }  # fmt: skip
 LEAVES = 10  # of the fields below
 
@@ -79,6 +79,20 @@ def loss(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
         **{"workspace_bytes": 1000, **options},
     )  # fmt: skip
     return value, stats.tensor, stats.logprobs, stats.entropies, stats.mean_ratio
+
+
+def _teacher(x: Inputs) -> ops.TeacherHead:
+    hidden = x.hidden.detach().repeat(1, 1, 2)
+    return ops.TeacherHead(hidden, torch.cat([x.weight.detach()] * 2, -1), logit_scale=0.3)
+
+
+def _teacher_tokens(x: Inputs, rest: str = "bucket") -> ops.TeacherTokens:
+    ids = torch.arange(VOCABULARY, device=x.labels.device)[::9].expand(*x.labels.shape, -1)
+    return ops.TeacherTokens(ids, x.logits.detach()[..., :5].float().sigmoid() - 2.8, rest)
+
+
+def _kl(op: Callable[..., Any], x: Inputs, teacher: Any, **options: Any) -> Any:
+    return op(x.hidden * 2, x.weight, x.labels, teacher, workspace_bytes=1000, **options)
 
 
 def _sampled(x: Inputs, **options: Any) -> Any:
@@ -156,6 +170,32 @@ CASES: dict[str, Callable[..., Any]] = {
     ),
     "kl_rewards tensor": lambda x, b: ops.kl_rewards(
         x.new, x.ref, x.scores, x.mask, coef=x.temperature[0, 0], kind="mse", backend=b
+    ),
+    "linear_kl": lambda x, b: _kl(ops.linear_kl, x, _teacher(x), mask=x.mask, backend=b),
+    "linear_kl with everything": lambda x, b: _kl(
+        ops.linear_kl, x, _teacher(x)._replace(bias=x.bias.detach(), softcap=9.0), bias=x.bias,
+        beta=0.3, temperature=x.temperature, softcap=3.0, logit_scale=0.5, entropy=True, backend=b,
+    ),
+    "linear_kl tokens": lambda x, b: _kl(
+        ops.linear_kl, x, _teacher_tokens(x), bias=x.bias, beta=0.0, entropy=True, backend=b
+    ),
+    "linear_kl numbers": lambda x, b: _kl(
+        ops.linear_kl, x._replace(weight=torch.cat([x.weight, x.weight[:3]])), _teacher(x),
+        beta=x.half, temperature=x.half, vocabulary=VOCABULARY, backend=b,
+    ),
+    "linear_kl shift": lambda x, b: ops.linear_kl(
+        x.hidden * 2, x.weight, x.labels, _teacher(x._replace(hidden=x.hidden[:, 1:])), shift=True,
+        backend=b,
+    ),
+    "linear_kl_loss": lambda x, b: _kl(ops.linear_kl_loss, x, _teacher(x), mask=x.mask, backend=b),
+    "linear_kl_loss with everything": lambda x, b: _kl(
+        ops.linear_kl_loss, x, _teacher(x)._replace(bias=x.bias.detach(), softcap=9.0), beta=0.3,
+        bias=x.bias, temperature=x.temperature, softcap=3.0, logit_scale=0.5, entropy=True,
+        weights=x.old.exp(), denominator=x.temperature.sum().detach(), backend=b,
+    ),
+    "linear_kl_loss tokens": lambda x, b: _kl(
+        ops.linear_kl_loss, x, _teacher_tokens(x, "renormalised"), mask=x.mask, denominator=7.0,
+        backend=b,
     ),
     "linear_logprobs": lambda x, b: _head(ops.linear_logprobs, x, backend=b),
     "linear_logprobs entropy": lambda x, b: _head(
@@ -317,6 +357,8 @@ def test_one_graph_for_all_sizes_with_the_bits_of_eager_mode(case, backend):
 
 @pytest.mark.parametrize(("case", "dtype"), [
     ("full_kl masked", torch.float16),
+    ("linear_kl with everything", torch.bfloat16),
+    ("linear_kl_loss tokens", torch.float16),
     ("linear_logprobs entropy", torch.bfloat16),
     ("linear_logprobs extras", torch.float16),
     ("linear_nll_loss with everything", torch.bfloat16),

@@ -29,6 +29,7 @@ ON_TRITON = [case for case in PLAIN if has_backend(case)]
 SEVERAL_BLOCKS = 700  # tokens of each of two rows
 # By module of kernels, the arguments that each new value of compiles anew: shapes and kinds alone.
 COMPILED_IN = {
+    "divergence": {"MODE", "BLOCK", "VEC", "PART"},
     "gae": {"ROWS", "STEPS", "CHUNK"},
     "kl": {"KIND", "BLOCK", "ROWS", "STEPS"},
     "lm_head": {"BLOCK", "VEC", "PART"},

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from fastrl_kernels import (
+    TeacherHead,
     decode_attention,
     full_kl,
     gemm,
+    linear_kl,
+    linear_kl_loss,
     linear_logprobs,
     linear_nll_loss,
     linear_ppo_loss,
@@ -183,6 +186,18 @@ def _ppo_loss(x: dict[str, Tensor]) -> Tensor:
     )[0]
 
 
+def _with_a_teacher(op: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
+    """A head's own distribution moved by its bias."""
+
+    def run(x: dict[str, Tensor]) -> Tensor:
+        hidden, weight = (x[key].detach() for key in ("hidden", "weight"))
+        teacher = TeacherHead(hidden, weight, logit_scale=0.5)
+        given = x["hidden"], x["weight"], x["labels"], teacher
+        return op(*given, bias=x["bias"], beta=0.3, **options)[0]
+
+    return run
+
+
 def _attention(x: dict[str, Tensor], **options: Any) -> Tensor:
     lengths = torch.tensor([5, 3], dtype=torch.int32)
     return decode_attention(x["query"], x["keys"], x["values"], lengths, span=5, **options)
@@ -193,6 +208,8 @@ _OPS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "entropies": _head(linear_logprobs, entropy=True),
     "soft cap": _head(lambda *x, **o: [linear_logprobs(*x, **o)], softcap=3.0),
     "interpreted": _head(lambda *x, **o: [linear_logprobs(*x, **o)], backend="triton"),
+    "linear_kl": _with_a_teacher(linear_kl),
+    "linear_kl_loss": _with_a_teacher(linear_kl_loss, softcap=3.0),
     "linear_nll_loss": _head(linear_nll_loss),
     "linear_ppo_loss": _ppo_loss,
     "linear_sample": lambda x: (

@@ -1,14 +1,18 @@
 """The way of the ops with a head on a GPU, its chunks and its products, without one."""
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 
-from fastrl_kernels import gemm, lm_head
+from fastrl_kernels import gemm, linear_kl, lm_head, reference
+from tests.kernels import test_linear_kl as kl_tests
 from tests.kernels import test_linear_logprobs as logprobs_tests
 from tests.kernels import test_linear_nll as nll_tests
 from tests.kernels import test_linear_ppo_loss as ppo_tests
 from tests.kernels.gpu_products import products_of_a_gpu
-from tests.kernels.judge import names
+from tests.kernels.judge import judge, names
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MANY = (11, 2500)
@@ -53,6 +57,30 @@ def test_losses_and_gradients(device, dtype, rows, workspace):
         nll_tests.check(of_nll, "triton", workspace)
     several = rows == 24 or (workspace is not None and dtype == FP32)
     assert any(x.adds and x.m == MANY[1] for x in products) == several
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
+@pytest.mark.parametrize("kind", kl_tests.KINDS)
+@pytest.mark.parametrize("workspace", [None, 20_000], ids=["fits", "chunks"])
+def test_divergences_and_gradients(device, dtype, kind, workspace):
+    """Chunks are of both heads' logits, each in its own dtype."""
+    inputs = kl_tests.batch(11, 1200, kind=kind, dtype=dtype, device=device, bias=True)
+    rest = {"rest": inputs.pop("rest")} if kind != "head" else {}
+    options = {"beta": 0.3, "entropy": True, "softcap": 8.0, **rest}
+
+    def op(function: Any, **given: Any) -> tuple[torch.Tensor, ...]:
+        found = kl_tests.called(function, given, **options)
+        return tuple(x for x in found if x is not None)
+
+    with products_of_a_gpu() as products:
+        limits = {"workspace_bytes": workspace, "backend": "triton"}
+        ours = functools.partial(op, functools.partial(linear_kl, **limits))
+        formula = functools.partial(op, reference.linear_kl)
+        judge(ours, formula, inputs, wrt=["hidden", "weight", "bias"], own_dtypes=True)
+    logits = [x for x in products if x.n == 1200]
+    assert {x.operands for x in logits} == ({dtype, FP32} if kind == "head" else {dtype})
+    one_chunk = 4 if kind == "head" else 2
+    assert (len(logits) > one_chunk) == (workspace is not None)
 
 
 def test_the_gradient_of_hidden_states_is_summed_in_fp32(device, monkeypatch):

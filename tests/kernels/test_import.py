@@ -30,6 +30,7 @@ labels = torch.tensor([[1, 2, -100], [0, 8, 4]])
 mask = torch.tensor([[True, True, False], [True, False, True]])
 new, old, ref, values, scores = leaf(2, 3), *torch.randn(2, 2, 3), leaf(2, 3), leaf(2)
 hidden, weight, cache = leaf(2, 3, 8), leaf(9, 8), torch.randn(2, 4, 1, 8)
+teacher = TeacherHead(torch.randn(2, 3, 5), torch.randn(9, 5))
 logprobs = leaf(4)
 
 def alone():
@@ -62,6 +63,10 @@ CALLS = {
     "PolicyLoss": "ppo_loss(ref, old, old, mask, objective=PolicyLoss('sapo'))",
     "SampledTokens": "SampledTokens(*torch.zeros(6, 3))",
     "SlotBuffers": "slots()",
+    "TeacherHead": "teacher",
+    "TeacherTokens": "linear_kl(hidden, weight, labels, TeacherTokens(labels[..., None], "
+    "torch.full((2, 3, 1), -0.1)), mask=mask)",
+    "TokenDivergences": "TokenDivergences(old, old, None, None)",
     "ValueTerm": "ValueTerm(values, old, old)",
     "VocabParallel": "linear_logprobs(hidden, weight, labels, vocab_parallel=alone())",
     "advance_slots": "advance_slots(slots(), SampledTokens(torch.arange(3), *torch.zeros(5, 3)), "
@@ -73,6 +78,8 @@ CALLS = {
     "kl_penalty": "kl_penalty(new, ref, 'k3', mask=mask)",
     "kl_rewards": "kl_rewards(new, ref, scores, mask, coef=0.1)",
     "layers": "layers.TokenLogProbs()(logits, labels)",
+    "linear_kl": "linear_kl(hidden, weight, labels, teacher, mask=mask, entropy=True)",
+    "linear_kl_loss": "linear_kl_loss(hidden, weight, labels, teacher, beta=0.5, mask=mask)[0]",
     "linear_logprobs": "linear_logprobs(hidden, weight, labels, mask=mask, entropy=True)",
     "linear_nll_loss": "linear_nll_loss(hidden, weight, labels, mask=mask)[0]",
     "linear_ppo_loss": "linear_ppo_loss(hidden, weight, labels, old, old, mask)[0]",
@@ -135,7 +142,7 @@ assert all(x.grad.isfinite().all() for x in (logits, new, values, scores, logpro
     said = dict(line.partition(" ")[::2] for line in python(code).splitlines())
     assert said.keys() == set(fastrl_kernels.__all__)
     for name in fastrl_kernels.__all__:
-        if name.endswith(("_loss", "_logprobs", "_rewards")):
+        if name.endswith(("_loss", "_logprobs", "_rewards", "_kl")):
             assert said[name] == "with gradients"
 
 

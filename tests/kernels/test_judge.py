@@ -128,6 +128,29 @@ def rms_norm(values: Tensor) -> Tensor:
     return reference.rms_norm(values, normal(LENGTH, seed=3).to(values))
 
 
+def divergence(beta: float) -> Callable[..., Tensor]:
+    """Of a head from a teacher's."""
+
+    def op(hidden: Tensor, weight: Tensor) -> Tensor:
+        of_teacher = normal(ROWS, 5, seed=2), normal(VOCABULARY, 5, seed=3)
+        teacher = (*(x.to(hidden) for x in of_teacher), None, None, 1.0)
+        return reference.linear_kl(hidden, weight, LABELS, teacher, beta=beta)[0]
+
+    return op
+
+
+def divergence_of_tokens(rest: str, beta: float) -> Callable[..., Tensor]:
+    ids = torch.arange(VOCABULARY)[::9].expand(ROWS, -1)
+
+    def op(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        logprobs = normal(*ids.shape, seed=4).log_softmax(-1).to(hidden) - 0.3
+        teacher = ids, logprobs, rest
+        loss, found = reference.linear_kl_loss(hidden, weight, LABELS, teacher, beta=beta)
+        return loss, found[0]
+
+    return op
+
+
 _LINEAR = functools.partial(reference.linear_logprobs, labels=LABELS, entropy=True)
 _SIDES = ("policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected")
 _TWO = log_probs("logprobs", "ref_logprobs", mean=1.0)
@@ -170,6 +193,11 @@ CASES: dict[str, tuple[Callable[..., Any], Inputs, tuple[str, ...]]] = {
     "linear_logprobs capped": (
         functools.partial(_LINEAR, softcap=9.0), HEAD, ("hidden", "weight")
     ),
+    "forward KL": (divergence(0.0), HEAD, ("hidden", "weight")),
+    "reverse KL": (divergence(1.0), HEAD, ("hidden", "weight")),
+    "mixed KL": (divergence(0.3), HEAD, ("hidden", "weight")),
+    "bucket": (divergence_of_tokens("bucket", 0.0), HEAD, ("hidden", "weight")),
+    "renormalised": (divergence_of_tokens("renormalised", 0.5), HEAD, ("hidden", "weight")),
     "linear_nll_loss": (
         lambda hidden, weight: reference.linear_nll_loss(hidden, weight, LABELS)[0],
         HEAD, ("hidden", "weight"),
@@ -221,6 +249,15 @@ FAULTS = [
     ("linear_logprobs", FP32, "mm", tf32, 0),
     ("linear_logprobs", FP32, "_log_softmax_backward_data", bf16, None),
     ("linear_logprobs capped", FP32, "tanh", fp16, None),
+    ("forward KL", FP32, "mm", tf32, 1),
+    ("forward KL", FP32, "exp", bits16, None),
+    ("reverse KL", FP32, "_log_softmax", bf16, 1),
+    ("reverse KL", FP32, "sub", fp16, None),
+    ("mixed KL", FP32, "logaddexp", bits16, None),
+    ("mixed KL", FP32, "exp", bits16, None),
+    ("bucket", FP32, "logsumexp", bf16, None),
+    ("bucket", FP32, "log", fp16, 0),
+    ("renormalised", FP32, "logsumexp", bits16, None),
     ("linear_nll_loss", FP32, "mm", tf32, 1),
     ("linear_ppo_loss", FP32, "gather", bf16, 0),
     ("rms_norm", BF16, "mean", bf16, None),

@@ -204,10 +204,12 @@ def test_gradients_reach_only_those_who_ask(backend, device, wanted):
     assert bool(of_head) == ("weight" in wanted), of_head
 
 
-def assert_logits_never_exist(run, make, device, dtype=FP32, free=lambda: None, **options):
+def assert_logits_never_exist(
+    run, make, device, dtype=FP32, free=lambda: None, n=12, workspace=8_500, **options
+):
     """Nothing of N·V elements, not even of a byte each: a chunk, and its two fp32 copies, which
     the CPU needs; or a buffer of the size of a gradient, in fp32."""
-    n, vocabulary, width, workspace = 12, 2048, 2, 8_500
+    vocabulary, width = 2048, 2
     inputs = make(n, vocabulary, width=width, dtype=dtype, device=device, bias=True)
     limit = max(2 * workspace, 4 * vocabulary * width)
     assert limit < n * vocabulary

@@ -54,6 +54,7 @@ X = torch.zeros(3, 7)
     (lambda: losses.PPOLoss(value=ops.ValueTerm(X, X, X, cliprange=-1.0)), ValueError,
      "value.cliprange must be at least 0"),
     (lambda: losses.LinearPPOLoss(entropy="no"), TypeError, "entropy must be bool, got str"),
+    (lambda: losses.LinearKLLoss(beta=2.0), ValueError, r"beta must lie in \[0, 1\], got 2.0"),
     (lambda: losses.LinearNLLLoss(softcap=0.0), ValueError, "softcap must be positive"),
     (lambda: losses.DPOLoss(beta=0.0), ValueError, "beta must be positive"),
     (lambda: losses.DPOLoss(beta=torch.tensor(0.1)), TypeError, "beta must be a number"),

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from fastrl_kernels import (
+    TeacherHead,
     full_kl,
+    linear_kl,
     linear_logprobs,
     linear_nll_loss,
     linear_sample,
@@ -51,6 +53,16 @@ def test_divergences(backend, device):
     exact = reference.full_kl(logits.double(), ref.double())
     found = full_kl(logits, ref, backend=backend).double()
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+    hidden, labels = torch.eye(4, device=device), torch.zeros(4, dtype=torch.long, device=device)
+    teacher = TeacherHead(hidden, ref.T.contiguous())
+    for beta in (0.0, 0.5, 1.0):
+        found = linear_kl(
+            hidden, logits.T.contiguous(), labels, teacher, beta=beta, backend=backend
+        ).divergences.double()
+        wanted = reference.divergence(
+            logits.double().log_softmax(-1), ref.double().log_softmax(-1), beta
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("workspace", [None, 4096])

@@ -49,6 +49,12 @@ def recorded(function: Callable[..., Any], x: Inputs) -> dict[str, tuple[Any, ..
 # By case, the operators that it calls.
 OPCHECKS: dict[str, set[str]] = {
     "full_kl masked": {"full_kl", "full_kl_backward"},
+    "linear_kl": {"checked_labels", "linear_kl", "linear_kl_backward"},
+    "linear_kl with everything": {"checked_labels", "linear_kl", "linear_kl_backward"},
+    "linear_kl tokens": {"checked_labels", "linear_kl", "linear_kl_backward"},
+    "linear_kl_loss": {"checked_labels", "linear_kl_loss"},
+    "linear_kl_loss with everything": {"checked_labels", "linear_kl_loss"},
+    "linear_kl_loss tokens": {"checked_labels", "linear_kl_loss"},
     "linear_logprobs entropy": {"checked_labels", "linear_logprobs", "linear_logprobs_backward"},
     "linear_logprobs extras": {"checked_labels", "linear_logprobs", "linear_logprobs_backward"},
     "linear_nll_loss": {"checked_labels", "linear_nll_loss"},

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from fastrl_kernels import (
     KLTerm,
+    TeacherHead,
+    linear_kl,
+    linear_kl_loss,
     linear_logprobs,
     linear_nll_loss,
     linear_ppo_loss,
@@ -22,12 +25,17 @@ from tests.kernels.launches import allocations
 from tests.kernels.test_linear_logprobs import LEAVES, Inputs, assert_same_bits, batch, run
 from tests.together import together
 
-OPS = pytest.mark.parametrize("op", [linear_logprobs, linear_nll_loss, linear_ppo_loss])
+OPS = pytest.mark.parametrize(
+    "op", [linear_logprobs, linear_nll_loss, linear_ppo_loss, linear_kl, linear_kl_loss]
+)
 SHAPES = pytest.mark.parametrize("leading", [(6,), (2, 6), (2, 1, 6)], ids=str)
 
 
-def constants(op: Any, like: Tensor) -> dict[str, Tensor]:
-    """What the PPO loss takes besides, per token."""
+def constants(op: Any, like: Tensor, vocabulary: int = 60) -> dict[str, Any]:
+    """What the PPO loss takes besides, per token, and divergences of a teacher."""
+    if op in (linear_kl, linear_kl_loss):
+        states = torch.ones(*like.shape, 2, device=like.device)
+        return {"teacher": TeacherHead(states, torch.ones(vocabulary, 2, device=like.device))}
     if op is not linear_ppo_loss:
         return {}
     old = torch.full(like.shape, -5.0, device=like.device)
@@ -95,7 +103,7 @@ def test_nothing_is_copied_that_is_not_without(backend, device, op):
     """Rows that do not count are zeroed in a copy, which is read from where the states are."""
     inputs = batch(2, 65, 9, width=64, device=device)
     labels = inputs["labels"][:, 1:].contiguous()
-    given = {**inputs, **constants(op, labels)}
+    given = {**inputs, **constants(op, labels, 9)}
     sliced = {**given, "hidden": inputs["hidden"][:, :-1].contiguous(), "labels": labels}
     made = []
     for options, tensors in (({"shift": 1}, given), ({}, sliced)):

@@ -14,14 +14,17 @@ from torch import Tensor
 from fastrl_kernels import (
     Extras,
     KLTerm,
+    TeacherHead,
     VocabParallel,
+    linear_kl,
+    linear_kl_loss,
     linear_logprobs,
     linear_nll_loss,
     linear_ppo_loss,
     reference,
     vocab_parallel,
 )
-from tests.kernels import test_linear_ppo_loss
+from tests.kernels import test_linear_kl, test_linear_ppo_loss
 from tests.kernels.group_of_threads import GroupOfThreads
 from tests.kernels.judge import assert_close_to_exact, names, results
 from tests.kernels.roundings import Rounded
@@ -71,7 +74,8 @@ def test_processes_that_have_left_their_group_are_refused(group):
 
 def own(inputs: Inputs, start: int, stop: int) -> Inputs:
     """A process's inputs."""
-    return {k: x[start:stop] if k in ("weight", "bias") else x for k, x in inputs.items()}
+    heads = ("weight", "bias", "teacher_weight", "teacher_bias")
+    return {k: x[start:stop] if k in heads else x for k, x in inputs.items()}
 
 
 @pytest.fixture
@@ -213,6 +217,96 @@ def test_the_likelihood_in_one_pass_by_any_library(device, shared, monkeypatch, 
             return op(**given)
 
     judge(shared, chosen, reference.linear_nll_loss, inputs, (0, 100, 507))
+
+
+def against_a_teacher(
+    op: Any, inputs: Inputs, backend: str, workspace_bytes: int | None = None, **options: Any
+) -> tuple[Any, Any, Inputs]:
+    """The op, its formula, and the inputs that are tensors."""
+    tensors = {k: x for k, x in inputs.items() if isinstance(x, Tensor)}
+    options |= {k: x for k, x in inputs.items() if k not in tensors}
+
+    def flattened(function: Any, **given: Any) -> tuple[Tensor, ...]:
+        found = test_linear_kl.called(function, {**given, **options})
+        loss, results = found if op is linear_kl_loss else ((), found)
+        return *((loss,) if op is linear_kl_loss else ()), *(x for x in results if x is not None)
+
+    limits = {"backend": backend, "workspace_bytes": workspace_bytes}
+    formula = functools.partial(flattened, getattr(reference, op.__name__))
+    return functools.partial(flattened, functools.partial(op, **limits)), formula, tensors
+
+
+@pytest.mark.parametrize("op", [linear_kl, linear_kl_loss])
+@pytest.mark.parametrize("kind", test_linear_kl.KINDS)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("workspace", [None, 6000], ids=["one chunk", "chunks"])
+def test_divergences_and_their_gradients(backend, device, shared, op, kind, beta, workspace):
+    inputs = with_holes(test_linear_kl.batch(2, 4, 507, kind=kind, device=device, bias=True))
+    inputs["temperature"] = temperatures(inputs)
+    options = {"beta": beta, "entropy": True, "softcap": 8.0}
+    if kind == "head":
+        options |= {"teacher_softcap": 9.0, "teacher_logit_scale": 1.3}
+    op, formula, tensors = against_a_teacher(op, inputs, backend, workspace, **options)
+    judge(shared, op, formula, tensors, CUTS["3"], order=(2, 0, 1))
+
+
+@pytest.mark.parametrize("kind", test_linear_kl.KINDS)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_divergences_where_shares_are_far_below_others(backend, device, shared, kind, beta):
+    """Beyond the range of fp32's exp, where the other side has what is likely."""
+    inputs = test_linear_kl.batch(4, 60, kind="head", device=device, bias=True)
+    inputs["bias"][20:40] -= 200.0
+    inputs["teacher_bias"][:20] -= 300.0
+    if kind != "head":
+        head = {k: inputs.pop(f"teacher_{k}") for k in LEAVES}
+        inputs |= test_linear_kl.tokens_of({f"teacher_{k}": x for k, x in head.items()}, 60, kind)
+    op, formula, tensors = against_a_teacher(linear_kl, inputs, backend, beta=beta)
+    judge(shared, op, formula, tensors, (0, 20, 40, 60))
+
+
+@pytest.mark.parametrize("kind", test_linear_kl.KINDS)
+def test_divergences_where_a_share_has_no_possible_token(backend, device, shared, kind):
+    inputs = test_linear_kl.batch(4, 60, kind=kind, device=device, bias=True)
+    inputs["labels"].clamp_(max=19)
+    inputs["bias"][20:40] = -torch.inf
+    if kind == "head":
+        inputs["teacher_bias"][20:45] = -torch.inf
+    else:
+        inputs["teacher_ids"] = torch.arange(7, device=device).mul(3).expand(4, 7).clone()
+    op, formula, tensors = against_a_teacher(linear_kl, inputs, backend, beta=0.0)
+    judge(shared, op, formula, tensors, (0, 20, 40, 60))
+
+
+def test_what_is_sent_of_divergences(backend, device, group):
+    """Statistics of both sides and two numbers per row, each way, and the hidden states'
+    gradient."""
+    inputs = test_linear_kl.batch(10, 60, device=device)
+    threads = group(2)
+
+    def process(rank: int) -> None:
+        start, stop = ((0, 20), (20, 60))[rank]
+        given = {"vocab_parallel": VocabParallel(start, stop), "backend": backend}
+        test_linear_kl.run_loss(own(inputs, start, stop), **given)
+
+    threads.run(process)
+    rows = [("all_gather", 120), ("all_gather", 120), ("all_gather", 80)]
+    assert threads.sent[1:] == [*rows, ("all_reduce", 10 * 8 * 4)]
+
+
+def test_a_teacher_of_other_rows_or_a_padded_vocabulary_is_refused(backend, device, group):
+    inputs = test_linear_kl.batch(3, 60, device=device)
+    threads = group(1)
+
+    def process(_: int) -> None:
+        given = {"vocab_parallel": VocabParallel(0, 60), "backend": backend}
+        with pytest.raises(ValueError, match="vocabulary does not go with vocab_parallel, whose"):
+            test_linear_kl.called(linear_kl, inputs, vocabulary=50, **given)
+        fewer = TeacherHead(inputs["teacher_hidden"], inputs["teacher_weight"][:30])
+        head = [inputs[name] for name in ("hidden", "weight", "labels")]
+        with pytest.raises(ValueError, match=r"teacher.weight has 30 rows, weight 60: both must"):
+            linear_kl(*head, fewer, **given)
+
+    threads.run(process)
 
 
 @pytest.mark.parametrize("op", [linear_logprobs, linear_nll_loss])

@@ -7,6 +7,7 @@ from .dispatch import Choice, explain
 from .full_kl import full_kl
 from .gae import gae
 from .kl import kl_penalty, kl_rewards
+from .linear_kl import linear_kl, linear_kl_loss
 from .linear_logprobs import linear_logprobs
 from .linear_nll import linear_nll_loss
 from .linear_ppo_loss import linear_ppo_loss
@@ -30,6 +31,9 @@ from .types import (
     Moments,
     SampledTokens,
     SlotBuffers,
+    TeacherHead,
+    TeacherTokens,
+    TokenDivergences,
     ValueTerm,
 )
 from .vocab_parallel import VocabParallel
@@ -46,6 +50,9 @@ __all__ = [
     "PolicyLoss",
     "SampledTokens",
     "SlotBuffers",
+    "TeacherHead",
+    "TeacherTokens",
+    "TokenDivergences",
     "ValueTerm",
     "VocabParallel",
     "advance_slots",
@@ -56,6 +63,8 @@ __all__ = [
     "kl_penalty",
     "kl_rewards",
     "layers",
+    "linear_kl",
+    "linear_kl_loss",
     "linear_logprobs",
     "linear_nll_loss",
     "linear_ppo_loss",

@@ -6,6 +6,7 @@ logits gives log-probs and gradients in forward, and backward returns these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from ._cpu.head_pieces import ChunkInPieces, PieceGradient, suits
+from .checks import check_constant, check_device, check_like
+from .divergence import AgainstHead, AgainstTokens, Compared, Divergences, against
 from .first_order import first_order
 from .gemm import library_for
-from .lm_head import HeadBackend, HeadInputs
+from .lm_head import HeadBackend, HeadInputs, labels_name
 from .types import RowGradients, RowStatistics
 from .vocab_parallel import Vocabulary
 from .workspace import Workspace, result_like
@@ -25,7 +28,8 @@ class HeadGradients:
     """Sums of the wanted gradients over chunks of rows, and pieces of the vocabulary.
 
     Args:
-        dtype: the dtype of the weight's gradient.
+        leaf: the tensor that the weight's gradient is for. Rows that it has beyond the weight's
+            have a gradient of 0.
         in_pieces: whether gradients come by :meth:`add_piece`.
         vocabulary: sums the processes' parts of the hidden states' gradient.
     """
@@ -37,12 +41,12 @@ class HeadGradients:
         bias: Tensor | None,
         wanted: tuple[bool, ...],
         chunks: int,
-        dtype: torch.dtype,
+        leaf: Tensor,
         in_pieces: bool,
         vocabulary: Vocabulary,
     ) -> None:
         self.wanted, self._vocabulary = any(wanted), vocabulary
-        self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
+        self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, leaf.dtype
         self._library = library_for(weight)
         self.dhidden = self.dweight = self.dbias = None
         if wanted[0]:
@@ -54,9 +58,9 @@ class HeadGradients:
                 self.dhidden = torch.empty_like(hidden, dtype=summed)
         if wanted[1]:
             # One chunk is rounded once as it is; several are summed in fp32.
-            self.dweight = result_like(weight, dtype if chunks == 1 else torch.float32)
-            if not chunks:
-                self.dweight.zero_()  # no chunk writes it
+            self._whole = result_like(leaf, leaf.dtype if chunks == 1 else torch.float32)
+            self._whole[len(weight) if chunks else 0 :].zero_()  # what no chunk writes
+            self.dweight = self._whole[: len(weight)]
         if bias is not None and wanted[2]:
             self.dbias = torch.zeros_like(bias, dtype=torch.float32)
 
@@ -106,7 +110,7 @@ class HeadGradients:
             by_hidden = self._vocabulary.sum_(by_hidden).to(self.hidden.dtype)
         return (
             by_hidden,
-            None if self.dweight is None else self.dweight.to(self.dtype),
+            None if self.dweight is None else self._whole.to(self.dtype),
             None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype),
         )
 
@@ -120,22 +124,25 @@ class _WholeChunk:
         statistics: RowStatistics,
         gradients: HeadGradients,
         longest: int,
-        entropies_learn: bool,
+        once: bool,
     ) -> None:
         self.inputs, self.statistics, self.gradients = inputs, statistics, gradients
-        self._once = gradients.wanted and not entropies_learn
+        self._once = once
         dtype = inputs.head.chunk_dtype(inputs.hidden)
         self._workspace = Workspace(inputs.hidden, longest, len(inputs.weight), dtype)
-        self._logits: Tensor
+        self.logits: Tensor
+
+    def fill(self, rows: slice) -> None:
+        self.logits = self._workspace.chunk(rows.stop - rows.start)
+        self.inputs.fill(self.logits, rows)
 
     def score(self, rows: slice) -> None:
-        self._logits = self._workspace.chunk(rows.stop - rows.start)
-        self.inputs.fill(self._logits, rows)
-        self.inputs.statistics(self._logits, rows, self.statistics, once=self._once)
+        self.fill(rows)
+        self.inputs.statistics(self.logits, rows, self.statistics, once=self._once)
 
     def backward(self, rows: slice, upstream: RowGradients) -> None:
-        self.inputs.gradients_(self._logits, rows, 0, self.statistics, upstream, once=self._once)
-        self.gradients.add(self._logits, rows)
+        self.inputs.gradients_(self.logits, rows, 0, self.statistics, upstream, once=self._once)
+        self.gradients.add(self.logits, rows)
 
     def release(self) -> None:
         self._workspace.release()
@@ -151,6 +158,8 @@ class HeadPass:
         entropy: also compute entropies.
         wanted: which gradients, by hidden states, weight and bias.
         entropies_learn: the loss has a derivative by entropies, too.
+        compared: a teacher, whose logits are computed beside the student's; ``found`` gets the
+            divergences from it.
     """
 
     def __init__(
@@ -159,23 +168,31 @@ class HeadPass:
         entropy: bool,
         wanted: tuple[bool, ...],
         entropies_learn: bool = False,
+        compared: Compared | None = None,
     ) -> None:
-        self.inputs, self._entropies_learn = inputs, entropies_learn
-        self.statistics = RowStatistics.empty(inputs.hidden, len(inputs.hidden), entropy, ())
-        self._in_pieces = suits(inputs) and not entropies_learn
+        self.inputs, self._compared = inputs, compared
+        n, once = len(inputs.hidden), any(wanted) and not entropies_learn
+        self.statistics = RowStatistics.empty(inputs.hidden, n, entropy, ())
+        self.found = None if compared is None else Divergences.empty(inputs.hidden, n)
+        self._in_pieces = suits(inputs) and not entropies_learn and compared is None
         dtype = inputs.weight.dtype if self._in_pieces else inputs.head.chunk_dtype(inputs.hidden)
-        self._chunks = inputs.row_chunks(dtype.itemsize, _bytes_of_sum(inputs, wanted))
+        itemsize = dtype.itemsize
+        if compared is not None:
+            itemsize += compared.itemsize(inputs)
+        self._chunks = inputs.row_chunks(itemsize, _bytes_of_sum(inputs, wanted))
         self._gradients = HeadGradients(
             inputs.hidden,
             inputs.weight,
             inputs.bias,
             wanted,
             len(self._chunks),
-            inputs.weight_leaf.dtype,
+            inputs.weight_leaf,
             self._in_pieces,
             inputs.vocabulary,
         )
+        self._once = once and compared is None
         self._chunk: Any = None
+        self._against: AgainstHead | AgainstTokens | None = None
 
     @property
     def wanted(self) -> bool:
@@ -193,22 +210,50 @@ class HeadPass:
         if self._in_pieces:
             self._chunk = ChunkInPieces(*of_chunk)
         else:
-            self._chunk = _WholeChunk(*of_chunk, self._entropies_learn)
+            self._chunk = _WholeChunk(*of_chunk, self._once)
+        if self._compared is not None:
+            assert self.found is not None
+            self._against = against(self.inputs, self._compared, self.found, longest)
         for rows in self._chunks:
-            self._chunk.score(rows)
-            self.inputs.join_(rows, self.statistics)
+            if self._against is None:
+                self._chunk.score(rows)
+                self.inputs.join_(rows, self.statistics)
+            else:
+                self._chunk.fill(rows)
+                self._against.score(self._chunk.logits, rows, self.statistics)
             yield rows
         self._chunk.release()
+        if self._against is not None:
+            self._against.release()
         self._chunk = None
 
-    def backward(self, rows: slice, slopes: Tensor, of_entropies: Tensor | None = None) -> None:
+    @property
+    def teacher_logprobs(self) -> Tensor | None:
+        """The labels' log-probs by the teacher's head, [N]."""
+        return None if self._against is None else self._against.teacher_logprobs
+
+    def backward(
+        self,
+        rows: slice,
+        slopes: Tensor,
+        of_entropies: Tensor | None = None,
+        of_divergences: Tensor | None = None,
+    ) -> None:
         """Adds the rows' part to the gradients.
 
         Args:
             slopes: [r] d loss/d log π, NaN where the log-prob is.
             of_entropies: [r] d loss/d H, with ``entropies_learn``.
+            of_divergences: [r] d loss/d D, with a teacher.
         """
-        self._chunk.backward(rows, RowGradients(slopes, of_entropies))
+        upstream = RowGradients(slopes, of_entropies)
+        if self._against is None:
+            self._chunk.backward(rows, upstream)
+            return
+        assert of_divergences is not None
+        logits = self._chunk.logits
+        self._against.gradients_(logits, rows, self.statistics, upstream, of_divergences)
+        self._gradients.add(logits, rows)
 
     def per_token(self, x: Tensor) -> Tensor:
         """x [N] in the labels' shape, with 0 where a token does not count."""
@@ -254,12 +299,39 @@ class HandOut(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError(
                 f"{ctx.op} hands its gradients out once: call it again, or make the loss of "
-                "linear_logprobs where a graph is retained"
+                "linear_logprobs or linear_kl where a graph is retained"
             )
         for x in gradients:
             if x is not None:
                 ctx.head.scale_(x, grad)
         return *gradients, None, None, None, None
+
+
+def weights_and_total(
+    inputs: HeadInputs, weights: Tensor | None, denominator: float | Tensor | None, shift: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens' weights [N], 0 where one does not count, and the denominator of a loss, 0-d.
+
+    Raises:
+        TypeError, ValueError: as the public ops do.
+    """
+    token_weights = inputs.counted.float()
+    if weights is not None:
+        check_like("weights", weights, labels_name(shift), inputs.scored)
+        check_device("weights", weights, "hidden", inputs.hidden)
+        check_constant("weights", weights)
+        token_weights = torch.where(inputs.counted, weights.reshape(-1).float(), 0.0)
+    if denominator is None:
+        total = inputs.counted.sum().float()
+    elif isinstance(denominator, Tensor):
+        if denominator.dim() or denominator.requires_grad:
+            raise ValueError("denominator must be a number or a 0-d tensor without a gradient")
+        total = denominator.to(token_weights)
+    else:
+        if not 0 <= denominator < math.inf:
+            raise ValueError(f"denominator must be at least 0 and finite, got {denominator}")
+        total = torch.full((), float(denominator), device=inputs.hidden.device)
+    return token_weights, total
 
 
 def wanted_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .argument_types import explains_types
-from .checks import check_constant, check_device, check_like
-from .head_pass import HandOut, HeadPass, save_gradients, scaled_gradients, wanted_gradients
+from .head_pass import (
+    HandOut,
+    HeadPass,
+    save_gradients,
+    scaled_gradients,
+    wanted_gradients,
+    weights_and_total,
+)
 from .lm_head import (
     HEAD_SCHEMA,
     HeadInputs,
     checked_head,
     fake_gradients,
     flat_head,
-    labels_name,
     split_head,
 )
 from .operators import new, operator, or_empty
@@ -112,22 +116,7 @@ def linear_nll_loss(
         hidden, weight, labels, bias, 1.0, softcap, logit_scale, mask, shift, vocab_parallel,
         workspace_bytes, check_labels, backend,
     )  # fmt: skip
-    token_weights = inputs.counted.float()
-    if weights is not None:
-        check_like("weights", weights, labels_name(shift), inputs.scored)
-        check_device("weights", weights, "hidden", hidden)
-        check_constant("weights", weights)
-        token_weights = torch.where(inputs.counted, weights.reshape(-1).float(), 0.0)
-    if denominator is None:
-        total = inputs.counted.sum().float()
-    elif isinstance(denominator, Tensor):
-        if denominator.dim() or denominator.requires_grad:
-            raise ValueError("denominator must be a number or a 0-d tensor without a gradient")
-        total = denominator.to(token_weights)
-    else:
-        if not 0 <= denominator < math.inf:
-            raise ValueError(f"denominator must be at least 0 and finite, got {denominator}")
-        total = torch.full((), float(denominator), device=hidden.device)
+    token_weights, total = weights_and_total(inputs, weights, denominator, shift)
     wanted = wanted_gradients(inputs.hidden, inputs.weight_leaf, inputs.bias)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         if torch.compiler.is_compiling():

@@ -136,6 +136,14 @@ class HeadBackend(Protocol):
         """
 
     @staticmethod
+    def unscaled(x: Tensor, transform: LogitTransform) -> Tensor:
+        """Unscaled logits in fp32 of some of a chunk's elements."""
+
+    @staticmethod
+    def lowest(transform: LogitTransform) -> float:
+        """What stands in a chunk for the lowest logit: a probability of 0, or a cap's -c."""
+
+    @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
         """x·factor in place, free where the factor is 1."""
 
@@ -211,6 +219,14 @@ class TorchHead:
             add_at_labels_(gradient, labels[rows] - first, g)
             if transform.softcap is not None:
                 block.square_().neg_().add_(1.0).mul_(gradient)
+
+    @staticmethod
+    def unscaled(x: Tensor, transform: LogitTransform) -> Tensor:
+        return x.float()
+
+    @staticmethod
+    def lowest(transform: LogitTransform) -> float:
+        return -math.inf if transform.softcap is None else -1.0
 
     @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
@@ -377,7 +393,7 @@ class HeadInputs(NamedTuple):
         n, vocabulary = len(self.hidden), self.vocabulary.widest
         if device_kind(self.hidden) == "cpu":
             if self.vocabulary.shared:  # shares of different sizes may choose different libraries
-                itemsize = torch.float32.itemsize
+                itemsize = max(itemsize, torch.float32.itemsize)
             return row_chunks(n, vocabulary, itemsize, self.workspace)
         if n * vocabulary * itemsize <= self.workspace + saved_by_one:
             return [slice(0, n)] if n else []
@@ -417,16 +433,16 @@ class HeadInputs(NamedTuple):
             first, len(self.weight),
         )  # fmt: skip
 
-    def join_(self, rows: slice, out: RowStatistics) -> None:
+    def join_(self, rows: slice, out: RowStatistics, common: bool = False) -> None:
         """Makes the rows' statistics those of the whole vocabulary, where others have some of it;
         ``out`` has all rows. What gradients take, the first three, stays relative to the maximum
-        of this process's columns."""
+        of this process's columns, unless it is ``common``."""
         temperature = self.temperature.at(rows)
 
         def scaled(x: Tensor) -> Tensor:
             return _times_(x, self.transform.outer, temperature)
 
-        self.vocabulary.join_(out.at(rows), self.labels[rows], scaled)
+        self.vocabulary.join_(out.at(rows), self.labels[rows], scaled, common)
 
     @property
     def outside(self) -> Tensor:
@@ -505,15 +521,16 @@ def _checked_shift(shift: int, labels: Tensor) -> int:
 
 
 def checked_factors(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, of: str = ""
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Hidden states [..., H], weight [V, H] and bias [V] of a head in one dtype, autocast's where
-    that is on, and the tensor that autocast cast the weight from.
+    that is on, and the tensor that autocast cast the weight from. Messages have ``of`` before
+    names.
 
     Raises:
         TypeError, ValueError: as the public ops do.
     """
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+    for name, x in ((f"{of}hidden", hidden), (f"{of}weight", weight), (f"{of}bias", bias)):
         if x is not None and type(x).__name__ == "DTensor":
             raise TypeError(
                 f"{name} is a DTensor: pass {name}.full_tensor(), or call where the module that "
@@ -521,14 +538,16 @@ def checked_factors(
                 "share is weight.to_local() with vocab_parallel=VocabParallel.of(weight)"
             )
     if weight.dim() != 2 or weight.shape[0] == 0:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be [V, H] with V > 0")
+        raise ValueError(
+            f"{of}weight has shape {tuple(weight.shape)}: it must be [V, H] with V > 0"
+        )
     if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}: they must be "
-            "[..., H] and [V, H]"
+            f"{of}hidden has shape {tuple(hidden.shape)}, {of}weight {tuple(weight.shape)}: they "
+            "must be [..., H] and [V, H]"
         )
-    check_float("hidden", hidden)
-    check_float("weight", weight)
+    check_float(f"{of}hidden", hidden)
+    check_float(f"{of}weight", weight)
     kind, leaf = hidden.device.type, None
     # Asked whether there is autocast for a device, torch 2.11 ends a compiled graph.
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -540,13 +559,15 @@ def checked_factors(
             # The gradient goes to the leaf as it is summed up, in fp32, not through the cast.
             weight = result_like(weight, dtype).copy_(weight.detach())
     if hidden.dtype != weight.dtype:
-        raise TypeError(f"hidden is {hidden.dtype}, weight {weight.dtype}: convert one of them")
-    check_device("weight", weight, "hidden", hidden)
+        raise TypeError(
+            f"{of}hidden is {hidden.dtype}, {of}weight {weight.dtype}: convert one of them"
+        )
+    check_device(f"{of}weight", weight, f"{of}hidden", hidden)
     if bias is not None:
-        check_float("bias", bias)
-        check_device("bias", bias, "hidden", hidden)
+        check_float(f"{of}bias", bias)
+        check_device(f"{of}bias", bias, f"{of}hidden", hidden)
         if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({len(weight)},)")
+            raise ValueError(f"{of}bias has shape {tuple(bias.shape)}: it must be ({len(weight)},)")
         bias = bias.to(hidden.dtype)
     return hidden, weight, bias, leaf
 

@@ -21,14 +21,17 @@ from . import preference
 from .argument_types import misfit
 from .checks import check_choice
 from .dispatch import BACKENDS
+from .linear_kl import linear_kl_loss
 from .linear_nll import linear_nll_loss
 from .linear_ppo_loss import linear_ppo_loss
 from .ppo_loss import ppo_loss
+from .types import TeacherHead
 
 __all__ = [
     "DPOLoss",
     "IPOLoss",
     "KTOLoss",
+    "LinearKLLoss",
     "LinearNLLLoss",
     "LinearPPOLoss",
     "ORPOLoss",
@@ -112,7 +115,7 @@ class _Loss(nn.Module):
         check_choice("backend", settings.get("backend", "auto"), BACKENDS)
         # What depends on devices, processes or the shapes of tensors is judged at the call.
         left_out = {name for name, setting in settings.items() if isinstance(setting, Tensor)}
-        left_out |= {"backend", "shift", "vocab_parallel"}
+        left_out |= {"backend", "shift", "vocab_parallel", "vocabulary"}
         tried = {name: _with_zeros(settings[name]) for name in settings.keys() - left_out}
         if "backend" in hints:
             tried["backend"] = "torch"
@@ -141,6 +144,16 @@ class LinearPPOLoss(_Loss):
 
     op = staticmethod(linear_ppo_loss)
     trial = staticmethod(lambda: [*_scored_tokens(), *_tokens()])
+
+
+class LinearKLLoss(_Loss):
+    """:func:`~fastrl_kernels.linear_kl_loss` of (hidden, weight, labels, teacher): the loss and its
+    ``TokenDivergences``."""
+
+    op = staticmethod(linear_kl_loss)
+    trial = staticmethod(
+        lambda: [*_scored_tokens(), TeacherHead(_zeros(*_TOKENS, 1), _zeros(1, 1))]
+    )
 
 
 class LinearNLLLoss(_Loss):

@@ -123,6 +123,15 @@ def linear_logprobs(
     return (*results, chosen) if entropy else (results, chosen)
 
 
+def _kl(logp: Tensor, logq: Tensor) -> Tensor:
+    """Σ_v p_v (log p_v - log q_v); a token impossible under p adds nothing."""
+    possible = torch.isfinite(logp)
+    safe_p = torch.where(possible, logp, torch.zeros_like(logp))
+    safe_q = torch.where(possible, logq, torch.zeros_like(logq))
+    terms = torch.where(possible, safe_p.exp(), torch.zeros_like(safe_p)) * (safe_p - safe_q)
+    return terms.sum(-1)
+
+
 def full_kl(
     logits: Tensor,
     ref_logits: Tensor,
@@ -130,14 +139,116 @@ def full_kl(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Σ_v p_v (log p_v - log q_v) per token; a token impossible under p adds nothing."""
+    """KL(p || q) per token, of the softmax of both logits/T."""
     logp = F.log_softmax(_scaled(logits, temperature), dim=-1)
     logq = F.log_softmax(_scaled(ref_logits, temperature), dim=-1)
-    possible = torch.isfinite(logp)
-    safe_p = torch.where(possible, logp, torch.zeros_like(logp))
-    safe_q = torch.where(possible, logq, torch.zeros_like(logq))
-    terms = torch.where(possible, safe_p.exp(), torch.zeros_like(safe_p)) * (safe_p - safe_q)
-    return _zero_where_masked(terms.sum(-1), mask)
+    return _zero_where_masked(_kl(logp, logq), mask)
+
+
+def divergence(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
+    """KL(q || p) at β = 0, KL(p || q) at 1; β·KL(q || m) + (1 - β)·KL(p || m) between, with
+    m = (1 - β)·p + β·q."""
+    if beta == 0:
+        return _kl(logq, logp)
+    if beta == 1:
+        return _kl(logp, logq)
+    impossible = (logp == -math.inf) & (logq == -math.inf)  # where logaddexp has no gradient
+    x, y = (torch.where(impossible, torch.zeros_like(z), z) for z in (logp, logq))
+    logm = torch.logaddexp(x + math.log1p(-beta), y + math.log(beta))
+    logm = torch.where(impossible, torch.full_like(logm, -math.inf), logm)
+    return beta * _kl(logq, logm) + (1 - beta) * _kl(logp, logm)
+
+
+def top_divergence(logp: Tensor, ids: Tensor, logq: Tensor, beta: float, rest: str) -> Tensor:
+    """``divergence`` over outcomes: K tokens [..., K], those of log-prob -inf left out, and
+    "bucket", all others as one more, where the student has any, of which the teacher has at least
+    2⁻²⁴; or "renormalised", both distributions over the K tokens."""
+    there = logq != -math.inf
+    ids = torch.where(there, ids, torch.zeros_like(ids))
+    at = torch.where(there, logp.gather(-1, ids), -math.inf)
+    if rest == "renormalised":
+        at, logq = (x - x.logsumexp(-1, keepdim=True) for x in (at, logq))
+        return divergence(at, logq, beta)
+    taken = torch.zeros_like(logp).scatter_add_(-1, ids, there.to(logp.dtype)) > 0
+    others = torch.where(taken, torch.full_like(logp, -math.inf), logp)
+    none = (others == -math.inf).all(-1)
+    left = (1 - logq.double().exp().sum(-1)).clamp(min=2.0**-24).log().to(logq.dtype)
+    left = torch.where(none, -math.inf, left)
+    safe = torch.where(none[..., None], torch.zeros_like(others), others)
+    log_rest = torch.where(none, -math.inf, safe.logsumexp(-1))
+    at, logq = torch.cat([at, log_rest[..., None]], -1), torch.cat([logq, left[..., None]], -1)
+    return divergence(at, logq, beta)
+
+
+def linear_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: Any,
+    *,
+    beta: float = 1.0,
+    vocabulary: int | None = None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    mask: Tensor | None = None,
+    entropy: bool = False,
+    shift: int = 0,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The student's divergence from a teacher (a head's fields, or ids, log-probs and "bucket" or
+    "renormalised"), its log-probs and entropies, and the log-probs of a teacher with a head."""
+    hidden, labels = _shifted(hidden, labels, shift)
+    counted = labels != IGNORE_LABEL if mask is None else (labels != IGNORE_LABEL) & mask
+    real = slice(0, vocabulary)
+
+    def zeroed(x: Tensor) -> Tensor:
+        return _zero_where_masked(x, counted[..., None])
+
+    z = _head_logits(
+        zeroed(hidden), weight[real], None if bias is None else bias[real], temperature, softcap,
+        logit_scale,
+    )  # fmt: skip
+    logprobs, entropies = token_logprobs(z, labels, mask=mask, entropy=True)
+    logp = F.log_softmax(z, dim=-1)
+    values, of_teacher = torch.zeros_like(logprobs), None
+    if len(teacher) == 3:
+        ids, logq, rest = teacher
+        rows = logp[counted], ids[counted], logq[counted]
+        values[counted] = top_divergence(*rows, beta, rest)
+    else:
+        states, heads, teacher_bias, cap, scale = teacher
+        y = _head_logits(
+            zeroed(states), heads[real], None if teacher_bias is None else teacher_bias[real],
+            temperature, cap, scale,
+        ).to(z.dtype)  # fmt: skip
+        logq = F.log_softmax(y, dim=-1)
+        values[counted] = divergence(logp[counted], logq[counted], beta)
+        of_teacher, _ = token_logprobs(y.detach(), labels, mask=mask, entropy=True)
+    return values, logprobs, entropies if entropy else None, of_teacher
+
+
+def linear_kl_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: Any,
+    *,
+    weights: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Σ w·divergence over the number of tokens that count, or a denominator; and what
+    ``linear_kl`` returns."""
+    results = linear_kl(hidden, weight, labels, teacher, **options)
+    mask, shift = options.get("mask"), options.get("shift", 0)
+    _, labels = _shifted(hidden, labels, shift)
+    counted = labels != IGNORE_LABEL if mask is None else (labels != IGNORE_LABEL) & mask
+    total = results[0] if weights is None else results[0] * weights
+    over = counted.sum() if denominator is None else torch.as_tensor(denominator)
+    safe = torch.where(over == 0, torch.ones_like(over), over)
+    loss = torch.where(over == 0, 0.0, total.sum() / safe)
+    return loss, tuple(None if x is None else x.detach() for x in results)
 
 
 def sample_support(

@@ -129,6 +129,40 @@ class KLTerm(NamedTuple):
     kind: str = "k3"
 
 
+class TeacherHead(NamedTuple):
+    """A teacher's hidden states and language-model head, of the student's tokens and vocabulary:
+    its logits are c·tanh(s·(W h + b)/c)/T. Width, dtype, cap and scale are its own."""
+
+    hidden: Tensor  # [..., H'], at the positions of the student's results
+    weight: Tensor  # [V, H']
+    bias: Tensor | None = None  # [V]
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
+class TeacherTokens(NamedTuple):
+    """What a teacher says of K tokens at each position: their log-probs, at the temperature that
+    the student has. An entry of -inf leaves its token out, whose id is not read.
+
+    The other tokens are one outcome more, "bucket", with what is left of each distribution (of the
+    teacher's at least 2⁻²⁴, which is all that fp32 tells), unless the student allows none of them;
+    or both distributions are taken over the K tokens alone, "renormalised".
+    """
+
+    ids: Tensor  # [..., K] integer, distinct in each row
+    logprobs: Tensor  # [..., K]
+    rest: str = "bucket"
+
+
+class TokenDivergences(NamedTuple):
+    """Results of ``linear_kl`` per token [...], fp32, 0 where masked."""
+
+    divergences: Tensor
+    logprobs: Tensor  # the student's, of the labels
+    entropies: Tensor | None  # the student's, where asked for
+    teacher_logprobs: Tensor | None  # of the labels; without a gradient; None for TeacherTokens
+
+
 class PPOConstants(NamedTuple):
     """The PPO loss's tensors that get no gradient."""
 

@@ -40,11 +40,20 @@ class Vocabulary(Protocol):
     def key(self) -> str:
         """The name by which :func:`find` finds the vocabulary."""
 
-    def join_(self, out: RowStatistics, labels: Tensor, scaled: Callable[[Tensor], Tensor]) -> None:
+    def join_(
+        self,
+        out: RowStatistics,
+        labels: Tensor,
+        scaled: Callable[[Tensor], Tensor],
+        common: bool = False,
+    ) -> None:
         """Makes statistics of rows over this process's columns those over all."""
 
     def sum_(self, x: Tensor) -> Tensor:
         """The sum of x over processes, in place of x where that is contiguous."""
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The tensors x of all processes, stacked in the order of their columns."""
 
 
 class WholeVocabulary:
@@ -56,11 +65,20 @@ class WholeVocabulary:
         self.size = self.widest = size
         self.start, self.key = 0, ""
 
-    def join_(self, out: RowStatistics, labels: Tensor, scaled: Callable[[Tensor], Tensor]) -> None:
+    def join_(
+        self,
+        out: RowStatistics,
+        labels: Tensor,
+        scaled: Callable[[Tensor], Tensor],
+        common: bool = False,
+    ) -> None:
         pass
 
     def sum_(self, x: Tensor) -> Tensor:
         return x
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return x[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,11 +206,24 @@ class VocabParallel:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def join_(self, out: RowStatistics, labels: Tensor, scaled: Callable[[Tensor], Tensor]) -> None:
+    def gathered(self, x: Tensor) -> Tensor:
+        if not x.numel():
+            return x[None]
+        parts = self._gathered(x.contiguous())
+        return torch.stack([parts[k] for k in self._order])
+
+    def join_(
+        self,
+        out: RowStatistics,
+        labels: Tensor,
+        scaled: Callable[[Tensor], Tensor],
+        common: bool = False,
+    ) -> None:
         """Makes statistics of rows over this process's columns those over all.
 
         The first three are relative to this process's maximum, m_k, which is what gradients by its
-        logits are computed with: S·exp(m - m_k) and E[z] - m_k.
+        logits are computed with: S·exp(m - m_k) and E[z] - m_k. With ``common`` they are those of
+        all columns, m, S and E[z] - m: log-probs of a process far below others are finite then.
 
         Args:
             labels: [N] counted from this process's first column; outside of its columns for others'
@@ -202,8 +233,7 @@ class VocabParallel:
         if not len(labels):
             return
         own = self._own(out, labels)
-        parts = self._gathered(torch.stack([*own.values()]))
-        joined = torch.stack([parts[k] for k in self._order], -1)
+        joined = self.gathered(torch.stack([*own.values()])).movedim(0, -1)
         of_all = dict(zip(own, joined.unbind(), strict=True))  # [N, processes] each
 
         row_max = of_all["max"].amax(-1)
@@ -228,6 +258,12 @@ class VocabParallel:
             first = highest & (highest.cumsum(-1) == 1)
             out.is_top1.copy_((first & (of_all["top"] > 0)).any(-1))
 
+        if common:
+            out.unscaled_max.copy_(row_max)
+            out.exp_sum.copy_(exp_sum)
+            if mean is not None and out.mean is not None:
+                out.mean.copy_(mean)
+            return
         # Where a row has no possible token here the sum becomes infinite, and probabilities 0.
         down = scaled(out.unscaled_max - row_max).clamp_(min=LOWEST)
         out.exp_sum.copy_(exp_sum * (-down).exp())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .dispatch import device_kind
 
-KEPT_BYTES = 96 << 20  # the most that is kept, in one piece
+KEPT_BYTES = 96 << 20  # the most that is kept
 _ALIGNED = 64  # elements: rows of a workspace begin at a multiple of it
 _idle: list[Tensor] = []
 _FRESH_BYTES = 8 << 20  # larger blocks may be new memory from the system each time
@@ -72,20 +72,17 @@ def borrow(like: Tensor, nbytes: int) -> Tensor:
     """Memory of at least ``nbytes``, of any content, uint8, on the device of ``like``."""
     if device_kind(like) == "cpu":
         keep_freed_memory()
-        try:
-            memory = _idle.pop()
-        except IndexError:
-            pass
-        else:
-            if memory.numel() >= nbytes:
-                return memory
+        large = [i for i, memory in enumerate(_idle) if memory.numel() >= nbytes]
+        if large:
+            return _idle.pop(large[-1])
+        _idle.clear()  # a larger one takes their place
     with _borrowing():
         return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 
 
 def give_back(memory: Tensor) -> None:
     """Returns borrowed memory, which must not be read any more."""
-    if device_kind(memory) == "cpu" and memory.numel() <= KEPT_BYTES and not _idle:
+    if device_kind(memory) == "cpu" and sum(map(len, _idle)) + len(memory) <= KEPT_BYTES:
         _idle.append(memory)
 
 

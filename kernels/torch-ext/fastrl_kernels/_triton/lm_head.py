@@ -337,6 +337,14 @@ class TritonHead:
             )  # fmt: skip
 
     @staticmethod
+    def unscaled(x, transform):
+        return x.float() if transform.softcap is None else torch.tanh(x.float() * transform.inner)
+
+    @staticmethod
+    def lowest(transform):
+        return float("-inf")
+
+    @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
         # A gradient may be transposed, like its tensor: this is its memory, in order.
         flat = x.as_strided((x.numel(),), (1,))
