@@ -101,6 +101,8 @@ if TYPE_CHECKING:
     from fastrl.trainers import SFTConfig as SFTConfig
     from fastrl.trainers import SFTTrainer as SFTTrainer
     from fastrl.trainers import compute_accuracy as compute_accuracy
+    from fastrl.trainers.groups.distillation import DistillationConfig as DistillationConfig
+    from fastrl.trainers.groups.distillation import DistillationTrainer as DistillationTrainer
     from fastrl.trainers.groups.grpo import GRPOConfig as GRPOConfig
     from fastrl.trainers.groups.grpo import GRPOTrainer as GRPOTrainer
     from fastrl.trainers.groups.rloo import RLOOConfig as RLOOConfig
@@ -208,6 +210,7 @@ _HOMES = {
     "fastrl.compat.older.ppo": ("PPOv2Trainer",),
     "fastrl.compat.older.ppo_config": ("PPOv2Config",),
     "fastrl.compat.older.rloo_v1": ("RLOOv1Config", "RLOOv1Trainer"),
+    "fastrl.trainers.groups.distillation": ("DistillationConfig", "DistillationTrainer"),
     "fastrl.trainers.groups.grpo": ("GRPOConfig", "GRPOTrainer"),
     "fastrl.trainers.groups.rloo": ("RLOOConfig", "RLOOTrainer"),
     "fastrl.compat.rollout_func": ("TRLRollouts",),

@@ -97,6 +97,11 @@ class Samples:
         old_logprobs: log-probs of the policy that is about to learn, [L]; ref_logprobs: of the
             reference model; sampler_logprobs: of another engine that sampled, NaN where it gave
             none; sampler_weights: weights by which the loss corrects for that engine.
+        teacher_prompt_ids: the prompts behind which teachers read the responses, as token ids;
+            None: teachers, if any, read the policy's.
+        teacher_logprobs: log-probs of the teachers, [L], where rewards have them.
+        token_advantages: what a token's advantage has beside its sample's, [L].
+        teachers: numbers of the samples' teachers; None: all have the same one, or none.
         further: columns that a trainer's subclass adds.
         of_batch: what a trainer's subclass keeps for the batch as a whole.
         generated: the number of learned tokens in all processes' samples generated together.
@@ -144,6 +149,10 @@ class Samples:
     ref_logprobs: list[Tensor] | None = _column(TOKEN, learn=True)
     sampler_logprobs: list[Tensor] | None = _column(TOKEN, learn=True)
     sampler_weights: list[Tensor] | None = _column(TOKEN, learn=True)
+    teacher_prompt_ids: Sequence[Tensor] | None = _column(PROMPT, learn=True)
+    teachers: list[int] | None = _column(PROMPT, learn=True)
+    teacher_logprobs: list[Tensor] | None = _column(TOKEN, learn=True)
+    token_advantages: list[Tensor] | None = _column(TOKEN, learn=True)
     further: dict[str, Any] = _column(SAMPLE, learn=True)
     of_batch: dict[str, Any] = field(default_factory=dict)
     generated: float = 0.0

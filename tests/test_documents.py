@@ -153,6 +153,10 @@ def stand_ins(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     qwen = Qwen3Config(
         vocab_size=size, intermediate_size=32, num_key_value_heads=2, head_dim=8, **shape, **ids
     )
+    larger = Qwen3Config(
+        vocab_size=size, intermediate_size=32, num_key_value_heads=2, head_dim=8,
+        **{**shape, "hidden_size": 24}, **ids,
+    )  # fmt: skip
     roberta = RobertaConfig(
         vocab_size=size, intermediate_size=16, max_position_embeddings=300, **shape, **ids
     )
@@ -163,6 +167,7 @@ def stand_ins(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = {
         "openai-community/gpt2": AutoModelForCausalLM.from_config(gpt2),
         "Qwen/Qwen3-0.6B": AutoModelForCausalLM.from_config(qwen),
+        "Qwen/Qwen3-4B": AutoModelForCausalLM.from_config(larger),
         "FacebookAI/roberta-base": RobertaForMaskedLM(roberta),
         "google-t5/t5-small": T5ForConditionalGeneration(t5),
         "runs/sft/model": AutoModelForCausalLM.from_config(gpt2),

@@ -20,7 +20,7 @@ FACTS = {  # of a whole batch
     Samples: {"seed", "room", "temperature", "stats", "of_batch", "generated"},
     TokenBatch: {"left_padded", "padding", "boundaries"},
     EncodedBatch: {"left_padded", "padding", "boundaries"},
-    Experience: {"tokens", "kl_coef"},
+    Experience: {"tokens", "kl_coef", "teacher_tokens"},
 }
 FILLED = {"masks", "tool_calls", "weights"}  # where a part of a join lacks them
 HINTS = get_type_hints(Samples)
@@ -174,7 +174,7 @@ def test_some_of_them(kind: str, lengths: list[int], data: Any) -> None:
     for each in fields(samples):
         known = getattr(samples, each.name) is not None
         assert (getattr(part, each.name) is not None) == known, each.name
-    for name in FACTS[type(samples)] - {"tokens"}:
+    for name in FACTS[type(samples)] - {"tokens", "teacher_tokens"}:
         assert getattr(part, name) == getattr(samples, name)
     if isinstance(samples, TokenBatch):  # without padding that none of them needs
         assert part.input_ids.shape[1] == max(part.lengths)

@@ -207,6 +207,16 @@ CAPABILITIES = (
         {"align": "*is not recorded*", **_SAMPLED_BY_NONE},
     ),
     Capability(
+        "teachers",
+        ("teacher_model",),
+        {
+            "step": "*not yet: `GRPOTrainer`*",
+            "train": "*not yet: `GRPOTrainer`*",
+            "align": "*not yet: `GRPOTrainer`*",
+            **_SAMPLED_BY_NONE,
+        },
+    ),
+    Capability(
         "tools and environments",
         ("tools", "environment_factory", "response_masks"),
         {"align": "*whole texts are judged*", **_SAMPLED_BY_NONE},

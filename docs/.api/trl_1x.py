@@ -24,7 +24,7 @@ from fastrl.settings import idle_settings, refusals
 
 PAGE = Path(__file__).parents[1] / "trl_1x.md"
 NAMES = Path(__file__).with_suffix(".json")  # TRL's: settings with defaults, and arguments
-METHODS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO")
+METHODS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
 _BLOCK = re.compile(
     r"^(<!-- (settings|arguments): (\w+) -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)",
     re.MULTILINE,
@@ -97,6 +97,13 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "mask_truncated_completions": "with the same gradient; the logged loss lacks the constant "
         "that responses without tokens add in TRL",
     },
+    "Distillation": {
+        **{k: v for k, v in _ONLINE.items() if k != "num_generations"},
+        "remove_unused_columns": "no effect: `teacher_prompt` and `privileged_context` are what "
+        "the teacher reads, and other columns go to tools and environments",
+        "teacher_model_name_or_path": "read by the trainer if `teacher_model` is not given; in TRL "
+        "by its script alone",
+    },
 }
 
 _OVERRIDE = "refused: override `compute_loss`; the loss is computed with the LM head"
@@ -133,6 +140,13 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "RLOO": {
         "reward_funcs": _REWARDS,
+        "processing_class": _TOKENIZER,
+        "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
+    },
+    "Distillation": {
+        "teacher_model": "also the path of an adapter on the student's base, a dict of teachers, "
+        "or None for the student's own weights; heads may end in different rows of padding, "
+        "which TRL refuses",
         "processing_class": _TOKENIZER,
         "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
     },

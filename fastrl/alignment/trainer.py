@@ -156,7 +156,7 @@ class Trainer(BaseTrainer):
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
         self.finite_steps.warns = self.loss.backward is None
         self.learner.place(self.model, self.accelerator)
-        self._follow = Follow(self.learner.reference, self.args)
+        self._follow = Follow.of(self.learner.reference, self.args)
         self.add_first(self._follow)
         for each in self._factories:
             each.share(self.processes.index, self.processes.count)

@@ -117,6 +117,8 @@ class TokenBatch:
     # The experts that routers chose for each sample's tokens, [≤ T, routers, k], None where not
     # known; None for a dense model.
     experts: Sequence[Tensor | None] | None = field(default=None, metadata=LIST)
+    # The numbers of the samples' teachers; None: all have the first.
+    teachers: Sequence[int] | None = field(default=None, metadata=LIST)
 
     @classmethod
     def from_padded(

@@ -38,6 +38,8 @@ class Experience:
         of_samples: how often each sample counts; None: once.
         of_responses: each sample's advantage, where all its tokens have the same.
         kl_coef: β of the KL to the reference in the loss; None: there is none.
+        teacher_tokens: the responses behind their teachers' prompts; None: teachers, if any, read
+            ``tokens``.
     """
 
     tokens: TokenBatch = None  # type: ignore[assignment]
@@ -54,6 +56,7 @@ class Experience:
     of_samples: Tensor | None = field(default=None, metadata=SAMPLES)
     of_responses: Tensor | None = field(default=None, metadata=SAMPLES)
     kl_coef: float | None = None
+    teacher_tokens: TokenBatch | None = None
 
     @property
     def kl(self) -> fastrl_kernels.KLTerm | None:
@@ -113,6 +116,8 @@ class Experience:
         picks = {TOKENS["kind"]: to_device(torch.from_numpy(places), device)}
         picks[SAMPLES["kind"]] = to_device(torch.as_tensor(list(chosen)), device)
         some: Any = {name: x[picks[kind]] for name, x, kind in known_columns(self)}
+        if self.teacher_tokens is not None:
+            some["teacher_tokens"] = self.teacher_tokens.select(chosen)
         return replace(self, tokens=self.tokens.select(chosen), **some)
 
     def split(self, limit: PassLimit) -> list[Experience]:

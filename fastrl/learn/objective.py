@@ -2,6 +2,8 @@
 
     L = Σ_t v_t·(u_t·ℓ_t + β·KL_t - c·H_t) / D
 
+and beside it the term of teachers, :mod:`fastrl.learn.teacher`.
+
 ℓ_t is a row of :data:`fastrl_kernels.POLICY_LOSSES`, a function of the ratio ρ_t = π/π_old; u_t is
 its weight: 1 or 0 for chosen tokens and others, times another sampler's importance weight. H_t is
 the entropy; of a :class:`Pass` its term is -c·mean_t H_t. v_t, D: :mod:`fastrl.learn.aggregate`.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +22,15 @@ import fastrl_kernels
 from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.correction import on_policy
 from fastrl.learn.experience import Experience, repeated_at_tokens
+from fastrl.learn.teacher import Teachers
 from fastrl.models.routing import Routing
-from fastrl.models.scoring import PolicyObjective, TokenScores, policy_loss_of
+from fastrl.models.scoring import (
+    PolicyObjective,
+    TeacherScores,
+    TeacherTerm,
+    TokenScores,
+    policy_loss_of,
+)
 from fastrl.registry import policy_loss, try_policy_loss
 from fastrl_kernels.kl import kl_value
 from fastrl_kernels.sequence_ratios import log_gamma_weights
@@ -104,6 +113,12 @@ class Pass:
         assert self.scores.entropies is not None
         return self.scores.entropies.detach()
 
+    @property
+    def divergences(self) -> Tensor | None:
+        """Divergences from teachers, [N]; None without a teacher."""
+        scores = self.scores
+        return None if scores is None or scores.teacher is None else scores.teacher.divergences
+
     @staticmethod
     def joined(passes: Sequence[Pass]) -> Pass:
         """All passes of a mini-batch as one, whose tokens are in the mini-batch's order."""
@@ -117,6 +132,10 @@ class Pass:
             torch.cat([getattr(each, name) for each in passes])[order]
             for name in ("logprobs", "entropies")
         )
+        teacher = None
+        if all(each.divergences is not None for each in passes):
+            values = torch.cat([each.divergences for each in passes])[order]  # type: ignore[misc]
+            teacher = TeacherScores(values.new_zeros(()), values)
         losses = [each.loss.detach() for each in passes if each.loss is not None]
         chosen, whole = [each.part.chosen for each in passes], passes[0].whole
         known = [x for x in chosen if x is not None]
@@ -125,7 +144,7 @@ class Pass:
             replace(whole, chosen=every),
             whole,
             passes[0].denominator,
-            scores=TokenScores(logprobs, entropies, None, None),
+            scores=TokenScores(logprobs, entropies, None, None, teacher=teacher),
             loss=torch.stack(losses).sum() if losses else None,
         )
 
@@ -152,9 +171,12 @@ class TokenLoss:
         temperature: T of the policy softmax(logits / T).
         per_step: whether all mini-batches of an optimizer step have one D.
         off_policy: in nats, ``most`` of :func:`on_policy`, which leaves out tokens; None: all stay.
+        teachers: what the policy learns of beside ℓ, or alone; None: nobody.
         is_scaled: whether a GradScaler scales the loss before its backward pass: the LM head, which
             computes gradients in its forward, would round them unscaled.
     """
+
+    only_teachers: ClassVar[bool] = False  # whether the policy learns of its teachers alone
 
     def __init__(
         self,
@@ -167,12 +189,14 @@ class TokenLoss:
         off_policy: float | None = None,
         corrects_kl: bool = False,
         is_scaled: bool = False,
+        teachers: Teachers | None = None,
     ):
         self.objective, self.aggregate = objective, aggregate
         self.top_entropy, self.row = objective.top_entropy, objective.loss.row
         self.entropy_coef, self.temperature = entropy_coef, temperature
         self.per_step, self.off_policy = per_step, off_policy
         self.corrects_kl, self.is_scaled = corrects_kl, is_scaled
+        self.teachers = teachers
 
     def policy_objective(
         self, old: Experience, counts: Tensor, denominator: Tensor | float, **other: Any
@@ -230,6 +254,12 @@ class TokenLoss:
         if self.per_step:
             return max(generated, 1e-9)
         return float(self.aggregate.denominator(part.tokens.response_mask.sum(-1)))
+
+    def terms(self, given: Pass) -> tuple[TeacherTerm, ...]:
+        """The terms of teachers in a pass's loss, for which these run."""
+        if self.teachers is None:
+            return ()
+        return self.teachers.terms(given.part, given.part.weights, given.denominator)
 
     def in_one_pass(
         self, given: Pass, entropy_coef: float, processes: int
@@ -295,6 +325,18 @@ class TokenLoss:
         Args:
             choose: maps a mini-batch's entropies [N] to 1 for the highest of all processes, else 0.
         """
+        loss = self._of_policy(given, entropy_coef, choose)
+        assert given.scores is not None
+        if given.scores.teacher is None:
+            return loss
+        assert given.loss is not None
+        given.loss = given.loss + given.scores.teacher.loss.detach()
+        return loss + given.scores.teacher.loss
+
+    def _of_policy(
+        self, given: Pass, entropy_coef: float, choose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What :meth:`of_pass` returns, without the terms of teachers."""
         part, scores = given.part, given.scores
         assert scores is not None
         loss, chosen = scores.loss, part.chosen
@@ -348,3 +390,22 @@ class TokenLoss:
         every, advantages = torch.ones_like(log_ratio, dtype=torch.bool), part.advantages
         loss = self.objective.loss
         return log_gamma_weights(log_ratio, advantages, every, part.counts, loss).exp()
+
+
+class TeacherLoss(TokenLoss):
+    """The terms of teachers alone, over the tokens of a mini-batch, or of a part of it."""
+
+    only_teachers: ClassVar[bool] = True
+
+    def __init__(self, aggregate: Aggregate, *, temperature: float, per_step: bool):
+        nothing = TokenObjective(fastrl_kernels.PolicyLoss("clip"), (0.0, 0.0))
+        super().__init__(nothing, aggregate, temperature=temperature, per_step=per_step)
+
+    def in_one_pass(self, given: Pass, entropy_coef: float, processes: int) -> None:
+        return None
+
+    def _of_policy(
+        self, given: Pass, entropy_coef: float, choose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        given.loss = given.logprobs.new_zeros(())
+        return given.loss

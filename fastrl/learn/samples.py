@@ -46,6 +46,16 @@ def token_batch(samples: Samples, pad_token: int, padding: Padding | None = None
     return replace(batch, padding=padding or Padded(), experts=samples.experts)
 
 
+def teacher_batch(samples: Samples, pad_token: int) -> TokenBatch | None:
+    """Responses behind their teachers' prompts, on the host; None where teachers read the policy's,
+    and there is one."""
+    if samples.teacher_prompt_ids is None and samples.teachers is None:
+        return None
+    prompts = samples.teacher_prompt_ids or samples.prompt_ids
+    batch = token_batch(replace(samples, prompt_ids=prompts, experts=None), pad_token)
+    return replace(batch, teachers=samples.teachers)
+
+
 def minibatch_of(
     samples: Samples,
     pad_token: int,
@@ -63,15 +73,20 @@ def minibatch_of(
         aggregate: gives each sample's tokens their weight.
     """
     ref = samples.ref_logprobs if kl_coef else None
-    of_tokens = samples.old_logprobs, ref, samples.sampler_weights, samples.sampler_logprobs
+    sampler = samples.sampler_weights, samples.sampler_logprobs
+    of_tokens = samples.old_logprobs, ref, *sampler, samples.token_advantages
     columns = [None if x is None else of_learned(samples, x) for x in of_tokens]
     tensors = [samples.advantages, *(x for x in columns if x is not None)]
     numbers = iter(to_device(torch.cat(tensors), device).split([len(x) for x in tensors]))
     of_samples = next(numbers)
-    old, ref_logprobs, weights, sampled = (None if x is None else next(numbers) for x in columns)
+    known = (None if x is None else next(numbers) for x in columns)
+    old, ref_logprobs, weights, sampled, further = known
     tokens = token_batch(samples, pad_token, padding).to(device)
     total = sum(learned_counts(samples))
     advantages = of_samples.repeat_interleave(tokens.mask.sum(-1), output_size=total)
+    if further is not None:
+        advantages = advantages + further
+    of_teachers = teacher_batch(samples, pad_token)
     return Experience(
         tokens=tokens,
         logprobs=old,
@@ -82,4 +97,5 @@ def minibatch_of(
         sampler_weights=weights,
         sampled=sampled,
         of_responses=of_samples,
+        teacher_tokens=None if of_teachers is None else of_teachers.to(device),
     )

@@ -15,7 +15,8 @@ from fastrl.models.utils import evaluating, hidden_width
 
 REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with
 REWARD_ADAPTER = "reward_model_adapter"  # TRL's name
-NOT_TRAINED = (REFERENCE_ADAPTER, REWARD_ADAPTER)
+TEACHER_ADAPTER = "fastrl_teacher"  # how names of teachers' adapters begin
+NOT_TRAINED = (REFERENCE_ADAPTER, REWARD_ADAPTER, TEACHER_ADAPTER)
 # Adapters that put trained vectors in front of a model's input.
 _IN_FRONT = ("PROMPT_TUNING", "P_TUNING")
 _IN_THE_CACHE = "PREFIX_TUNING"
@@ -122,22 +123,7 @@ class RewardAdapter(nn.Module):
                 "reward_adapter is for causal models: for an encoder–decoder's responses, take the "
                 "rewards of a separate reward model"
             )
-        from peft import PeftConfig
-
-        hub = hub or {}
-        config = PeftConfig.from_pretrained(path, **hub)
-        if getattr(config, "is_prompt_learning", False):
-            raise ValueError(
-                f"reward_adapter {path} is prompt learning ({config.peft_type}): use LoRA or "
-                "another adapter on the weights"
-            )
-        file = find_file(path, ADAPTER_WEIGHTS, hub)
-        if file is None:
-            raise ValueError(
-                f"reward_adapter {path} holds no {ADAPTER_WEIGHTS}: save it with safetensors, no "
-                "other format is read"
-            )
-        weights = load_file(file)
+        config, weights = _read(f"reward_adapter {path}", path, hub or {})
         head = {k.rpartition(".")[2]: v for k, v in weights.items() if _of_head(k)}
         if "weight" not in head:
             raise ValueError(
@@ -150,7 +136,9 @@ class RewardAdapter(nn.Module):
                 f"reward_adapter {path} has a score head of width {width}, the model has "
                 f"{hidden_width(peft_model.config)}: it was trained on another base"
             )
-        _load(peft_model, config, {k: v for k, v in weights.items() if not _of_head(k)}, path)
+        config.modules_to_save = None  # the head, which is loaded apart
+        weights = {k: v for k, v in weights.items() if not _of_head(k)}
+        _load(peft_model, config, weights, REWARD_ADAPTER, f"reward_adapter {path}")
         self.score = nn.Linear(width, labels, bias="bias" in head)
         self.score.load_state_dict(head)
         self.score.to(peft_model.device, peft_model.dtype).requires_grad_(False)
@@ -168,16 +156,51 @@ def _of_head(key: str) -> bool:
     return key.rpartition(".")[0].rpartition(".")[2] == "score"
 
 
-def _load(peft_model: Any, config: Any, weights: dict[str, Tensor], path: str) -> None:
+def load_adapter(peft_model: Any, path: str, name: str, hub: dict[str, Any]) -> None:
+    """Loads an adapter that is not trained beside a PEFT model's own.
+
+    Args:
+        name: the name that PEFT is to know it by.
+        hub: token and cache_dir for the Hub.
+
+    Raises:
+        ValueError: prompt learning; trained weights beside the adapter's, such as a head; an
+            adapter without weights as safetensors, or for another model.
+    """
+    config, weights = _read(f"adapter {path}", path, hub)
+    if config.modules_to_save or getattr(config, "bias", "none") != "none":
+        raise ValueError(
+            f"adapter {path} holds trained weights of the base model beside its own "
+            "(modules_to_save, bias): load it as a model of its own, with its base"
+        )
+    _load(peft_model, config, weights, name, f"adapter {path}")
+
+
+def _read(named: str, path: str, hub: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """An adapter's configuration and weights."""
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(path, **hub)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"{named} is prompt learning ({config.peft_type}): use LoRA or another adapter on the "
+            "weights"
+        )
+    file = find_file(path, ADAPTER_WEIGHTS, hub)
+    if file is None:
+        raise ValueError(
+            f"{named} holds no {ADAPTER_WEIGHTS}: save it with safetensors, no other format is read"
+        )
+    return config, load_file(file)
+
+
+def _load(peft_model: Any, config: Any, weights: dict[str, Tensor], name: str, named: str) -> None:
     from peft import set_peft_model_state_dict
 
-    config.modules_to_save = None  # the head, which is loaded apart
-    add_adapter(peft_model, REWARD_ADAPTER, config)
-    result: Any = set_peft_model_state_dict(peft_model, weights, REWARD_ADAPTER)
-    missing = [k for k in result.missing_keys if f".{REWARD_ADAPTER}." in k]
+    add_adapter(peft_model, name, config)
+    result: Any = set_peft_model_state_dict(peft_model, weights, name)
+    missing = [k for k in result.missing_keys if f".{name}." in k]
     for what, keys in (("lacks", missing), ("holds", result.unexpected_keys)):
         if keys:
-            peft_model.delete_adapter(REWARD_ADAPTER)
-            raise ValueError(
-                f"reward_adapter {path} {what} {keys[0]}: it was trained on another base"
-            )
+            peft_model.delete_adapter(name)
+            raise ValueError(f"{named} {what} {keys[0]}: it was trained on another base")

@@ -18,8 +18,14 @@ from torch import Tensor, nn
 import fastrl_kernels
 from fastrl.models.asked_once import asked_once
 from fastrl.models.products import has_own_forward
-from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
-from fastrl.models.sharding import of_fsdp, seen_by_fsdp
+from fastrl.models.scoring import (
+    ScoringRequest,
+    TeacherScores,
+    TokenNLL,
+    TokenScores,
+    score_logits,
+)
+from fastrl.models.sharding import is_spread, of_fsdp, seen_by_fsdp
 from fastrl.models.tied_embedding import sparse_embedding_gradient
 from fastrl.models.utils import base_of
 from fastrl_kernels.types import LogitTransform
@@ -64,7 +70,8 @@ class FusedHead:
         seen: list[tuple[TokenScores, Tensor]] = []
 
         # With a loss the head's gradient is dense, and that of the embedding may be sparse.
-        lookups = sparse_embedding_gradient(model) if objective is not None else nullcontext()
+        learns = objective is not None or request.teachers
+        lookups = sparse_embedding_gradient(model) if learns else nullcontext()
         with lookups as tied:
 
             def score(head: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
@@ -72,7 +79,9 @@ class FusedHead:
                 options["bias"] = head.bias
                 hidden = args[0].flatten(0, -2)[request.rows]
                 weight = head.weight if tied is None else tied
-                if isinstance(objective, TokenNLL):
+                if request.as_teacher or request.only_teachers:
+                    scores = TokenScores(hidden[:, 0], None, None, None)
+                elif isinstance(objective, TokenNLL):
                     loss, logprobs = fastrl_kernels.linear_nll_loss(
                         hidden, weight, labels, denominator=objective.denominator, **options
                     )
@@ -97,17 +106,65 @@ class FusedHead:
                     scores = TokenScores(stats.logprobs, stats.entropies, None, None, loss, stats)
                 else:
                     scores = _token_scores(hidden, weight, request, options)
+                if request.as_teacher:
+                    kept = weight.detach()
+                    if is_spread(model):  # FSDP2 frees what it has gathered
+                        kept = kept.clone()
+                    teacher = fastrl_kernels.TeacherHead(hidden.detach(), kept, **options)
+                    scores = scores._replace(head=teacher)
+                if request.teachers:
+                    scores = _with_teachers(scores, hidden, weight, request, options)
                 seen.append((scores, _unscaled(hidden, self.scale)))
                 return args[0][:, :0]
 
             def show(_model: nn.Module, _args: Any, out: Any) -> Any:
+                # FSDP2 sees tensors with a gradient in it.
                 scores = _only(seen, model)[0]
                 out["loss"] = scores.logprobs if scores.loss is None else scores.loss
-                return out  # FSDP2 sees in it a tensor with a gradient
+                if scores.teacher is not None:
+                    out["logits"] = scores.teacher.loss
+                return out
 
             hooked = model.get_output_embeddings().register_forward_pre_hook(score)
             with hooked, seen_by_fsdp(model, show):
                 yield lambda _out: _only(seen, model)
+
+
+def _with_teachers(
+    scores: TokenScores,
+    hidden: Tensor,
+    weight: Tensor,
+    request: ScoringRequest,
+    options: dict[str, Any],
+) -> TokenScores:
+    """Scores of hidden states [N, D] with the terms of teachers, and with log-probs and entropies
+    where these are all."""
+    losses, found = [], torch.zeros(3, len(hidden), device=hidden.device)
+    for term in request.teachers:
+        rows: Any = slice(None) if term.rows is None else term.rows
+        loss, of_tokens = fastrl_kernels.linear_kl_loss(
+            hidden[rows],
+            weight,
+            request.labels[rows],
+            term.head,
+            beta=term.beta,
+            vocabulary=term.vocabulary,
+            temperature=request.temperature,
+            weights=term.weights,
+            denominator=term.denominator,
+            entropy=request.only_teachers and request.entropy,
+            **options,
+        )
+        losses.append(term.coef * loss)
+        for row, values in zip(found, of_tokens, strict=False):
+            if values is not None:
+                row[rows] = values
+    divergences, logprobs, entropies = found
+    scores = scores._replace(teacher=TeacherScores(torch.stack(losses).sum(), divergences))
+    if not request.only_teachers:
+        return scores
+    entropies = entropies if request.entropy else None
+    return scores._replace(logprobs=logprobs, entropies=entropies)
 
 
 def _token_scores(

@@ -52,11 +52,33 @@ class TokenNLL(NamedTuple):
     denominator: Tensor  # []
 
 
+class TeacherTerm(NamedTuple):
+    """coef·Σ v·D / denominator of some of the requested rows, D the divergence from a teacher."""
+
+    head: fastrl_kernels.TeacherHead  # with its hidden states [M, H'], by the model's temperature
+    coef: float
+    beta: float  # which divergence, see ``fastrl_kernels.linear_kl``
+    weights: Tensor | None  # v [M]; None: 1
+    denominator: Tensor | float
+    vocabulary: int | None = None  # the number of tokens, where heads have rows of padding
+    rows: Tensor | None = None  # [M] int64, which of the N rows; None: all
+
+
+class TeacherScores(NamedTuple):
+    """What terms with teachers gave."""
+
+    loss: Tensor  # [], their sum, with its gradient
+    divergences: Tensor  # [N], without a gradient; 0 for rows without a teacher
+
+
 class ScoringRequest(NamedTuple):
     """Tokens to score, and the results wanted of them.
 
     A model scores N positions of a batch [B, T]: position i is ``rows[i] = b·T + t``, and its
     hidden state predicts ``labels[i]``. Where a model allows it, the LM head runs on these alone.
+
+    Terms with teachers have a loss of their own beside the objective's. Where they are all there is
+    to learn (``only_teachers``), log-probs and entropies come from their pass, without a gradient.
     """
 
     rows: Tensor  # [N] int64
@@ -67,6 +89,9 @@ class ScoringRequest(NamedTuple):
     logits: bool = False
     objective: PolicyObjective | TokenNLL | None = None
     extras: tuple[str, ...] = ()  # names of fastrl_kernels' Extras; not with a PolicyObjective
+    teachers: tuple[TeacherTerm, ...] = ()
+    only_teachers: bool = False
+    as_teacher: bool = False  # only what a teacher is to others is wanted
 
 
 class TokenScores(NamedTuple):
@@ -83,6 +108,8 @@ class TokenScores(NamedTuple):
     loss: Tensor | None = None  # []
     stats: fastrl_kernels.LossStats | None = None
     extras: Extras | None = None  # [N] each, without gradients
+    teacher: TeacherScores | None = None
+    head: fastrl_kernels.TeacherHead | None = None  # its states [N, H] and weights, as a teacher's
 
 
 class PassLimit(NamedTuple):
@@ -93,7 +120,14 @@ class PassLimit(NamedTuple):
 
 
 def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
-    """Scores from a model's own logits [N, V] of the requested rows, without values."""
+    """Scores from a model's own logits [N, V] of the requested rows, without values. Raises
+    ValueError for requests with a teacher, which take hidden states and a head's weights."""
+    if request.teachers or request.as_teacher:
+        raise ValueError(
+            "a teacher, and a student beside one, need an LM head that is a plain nn.Linear, "
+            "without an adapter or quantisation, whose logits the model changes by a scale or a "
+            "soft cap alone"
+        )
     scored: Any = fastrl_kernels.token_logprobs(
         logits, request.labels, temperature=request.temperature, entropy=request.entropy
     )

@@ -306,7 +306,7 @@ class PreTrainedModelWrapper(nn.Module):
     def saved_adapters(self) -> list[str]:
         """Names of the adapters that are saved: all but a reference model's and a reward's."""
         held = getattr(self.pretrained_model, "peft_config", {})
-        return [name for name in held if name not in NOT_TRAINED]
+        return [name for name in held if not name.startswith(NOT_TRAINED)]
 
     @property
     def _no_split_modules(self) -> Any:

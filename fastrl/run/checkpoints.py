@@ -39,6 +39,7 @@ _REMEDIES = {
     "lengths and held-out part, such as the seed",
     "frozen weights": "make the trainer from the model that the run began with",
     "critic": "make the trainer with the critic that the run began with",
+    "teachers": "make the trainer with the teachers that the run began with",
     "reference": "make the trainer from the model (and reference) that the run began with",
 }
 

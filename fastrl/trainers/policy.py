@@ -111,7 +111,7 @@ def check_adapter(peft_config: Any) -> None:
     """Raises ValueError for a kind of adapter that cannot be trained on responses."""
     if getattr(peft_config, "is_prompt_learning", False):
         raise ValueError(
-            "prompt-learning adapters shift the positions of tokens and are not supported: use LoRA"
+            "Prompt-learning adapters shift the positions of tokens and are not supported: use LoRA"
         )
     if "lm_head" in (getattr(peft_config, "target_modules", None) or ()):
         raise ValueError(_ON_HEAD)

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -108,31 +109,37 @@ class Stage:
         settings["output_dir"] = str(self.memory.folder)
         return kind(**{name: x for name, x in settings.items() if name in names})
 
-    def made(self, model: Any, rows: Mapping[str, list], *others: Any, **changed: Any) -> Any:
+    def made(
+        self,
+        model: Any,
+        rows: Mapping[str, list],
+        others: Mapping[str, Any] = MappingProxyType({}),
+        **changed: Any,
+    ) -> Any:
         """Makes a trainer on transformers' Trainer for a model and columns of rows.
 
         Args:
-            others: arguments of its constructor between the model and ``args``.
+            others: further arguments of its constructor.
             changed: settings in place of the run's.
         """
         from datasets import Dataset
 
         return self.trainer_class(
             model,
-            *others,
+            **others,
             args=self.arguments(**changed),
             train_dataset=Dataset.from_dict(dict(rows)),
             processing_class=blank_tokenizer(),
         )
 
-    def train(self, trainer: Any, reference: Any = None) -> None:
+    def train(self, trainer: Any, *references: Any) -> None:
         """Runs the steps of a trainer on transformers' Trainer."""
         self.memory.notes += self.skeleton.guesses
         for kind in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(kind)
         trainer.create_optimizer()
         self.memory.follow(trainer.model, trainer.optimizer)
-        self.memory.loaded(reference, trainer.model)
+        self.memory.loaded(trainer.model, *references)
         with self.memory.log.phase(UPDATE):
             trainer.train()
 
@@ -257,7 +264,7 @@ def _preferences(stage: Stage) -> tuple[str, dict[str, Any]]:
     }
     for k, side in enumerate(("chosen", "rejected", "completion", "KL_completion")):
         rows[f"{side}_ids"] = [[2 + k] * response] * stage.count
-    changed = {"max_length": stage.length, "precompute_ref_log_probs": False}
+    changed: Any = {"max_length": stage.length, "precompute_ref_log_probs": False}
     trainer = stage.made(stage.skeleton.build(), rows, **changed)
     if getattr(stage.settings, "precompute_ref_log_probs", False):
         stage.memory.notes.append("the reference stays, as without precompute_ref_log_probs")
@@ -270,7 +277,14 @@ def alternating(completions: Sequence[Any], **_: Any) -> list[float]:
     return [float(i % 2) for i in range(len(completions))]
 
 
-def _online(stage: Stage) -> tuple[str, dict[str, Any]]:
+def _online(
+    stage: Stage, teachers: Mapping[str, Skeleton | None] = MappingProxyType({})
+) -> tuple[str, dict[str, Any]]:
+    """Rehearses a generation and the steps on it.
+
+    Args:
+        teachers: the teachers' skeletons by name; None for one with the policy's weights.
+    """
     args, memory = stage.settings, stage.memory
     prompt, response = stage.tokens.values()
     group = args.num_generations
@@ -278,10 +292,22 @@ def _online(stage: Stage) -> tuple[str, dict[str, Any]]:
     per_generation = stage.accumulated if same else args.steps_per_generation
     if args.replay_routing:
         memory.notes.append(CHOICES_LEFT_OUT)
+    count = max(stage.size * per_generation // group, 1)
+    rows: dict[str, list] = {"prompt": [f"w{i}" for i in range(count)]}
+    others: dict[str, Any] = {}
+    if stage.trainer_class.needs_rewards:
+        others["reward_funcs"] = alternating
+    if teachers:
+        rows["teacher_prompt"] = [words(prompt, i % 2) for i in range(count)]
+        built = {name: x and _teacher(x) for name, x in teachers.items()}
+        others["teacher_model"] = built if args.teacher_column else next(iter(built.values()))
+        if args.teacher_column:
+            rows[args.teacher_column] = [list(built)[i % len(built)] for i in range(count)]
+        memory.notes.append("teachers' prompts are planned as long as the policy's")
     trainer = stage.made(
         stage.skeleton.build(),
-        {"prompt": [f"w{i}" for i in range(max(stage.size * per_generation // group, 1))]},
-        alternating,
+        rows,
+        others,
         steps_per_generation=per_generation,
         generation_batch_size=None,
         max_completion_length=response,
@@ -302,8 +328,27 @@ def _online(stage: Stage) -> tuple[str, dict[str, Any]]:
 
     trainer._collect.respond = trainer.responding_by(respond)
     memory.notes.append("the reward functions' memory: left out")
-    stage.train(trainer, trainer._reference)
+    models = trainer._teacher_models
+    known = () if models is None else models.references.values()
+    stage.train(trainer, trainer._reference, *known)
     return trainer.__class__.__name__.removesuffix("Trainer"), {"batch_size": stage.size}
+
+
+def _teacher(skeleton: Skeleton) -> Any:
+    """Builds a teacher, whose tokenizer is not looked at."""
+    model = skeleton.build()
+    model.config.name_or_path = ""
+    return model
+
+
+def _teachers(trainer: Any) -> dict[str, Skeleton | None]:
+    """The skeletons of a trainer's teachers, by name; None for one with the policy's weights."""
+    if trainer._teacher_models is None:
+        return {}
+    references = trainer._teacher_models.references.items()
+    return {
+        name: None if x.model is None or x.why else Skeleton.of(x.model) for name, x in references
+    }
 
 
 def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, Any]]:
@@ -330,7 +375,7 @@ def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, A
     if trainer.critic is not None:
         memory.notes += [] if critic is None else critic.guesses
         memory.follow(trainer.critic.unwrapped, trainer.critic.optimizer)
-    memory.loaded(trainer.reference, policy)
+    memory.loaded(policy, trainer.reference)
     generate_again = _rollouts(stage, trainer, policy)
     for learner in (trainer, trainer.critic):
         if learner is not None:
@@ -419,7 +464,10 @@ PREFERENCES = Surface(
     arguments="config_class",
 )
 ONLINE = Surface(
-    _online, lambda trainer: _samples(trainer, 1, trainer.has_own_loss), arguments="config"
+    _online,
+    lambda trainer: _samples(trainer, 1, trainer.has_own_loss),
+    lambda trainer: {"teachers": _teachers(trainer)},
+    arguments="config",
 )
 PPO = Surface(
     _ppo,

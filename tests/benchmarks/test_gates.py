@@ -49,7 +49,7 @@ PEER = Path("python")
 NAN = float("nan")
 TOY, TOY_QWEN, RAGGED = test_ppo._TOYS
 GRPO, UPDATE = (case.of for case in test_grpo.cases(Run(CPU, toy=True)))
-SCRIPT, _ = (case.of for case in test_scripts.cases(Run(CPU, toy=True)))
+SCRIPT, DISTILLED, _ = (case.of for case in test_scripts.cases(Run(CPU, toy=True)))
 DATA = {case.benchmark: case.of for case in test_training.cases(Run(CPU, toy=True))}
 ((_, REF_CASE),) = enumerate(test_ref_model.cases(Run(CPU, toy=True)))
 REF = REF_CASE.of

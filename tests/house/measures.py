@@ -12,7 +12,15 @@ from tests.house.source import Class, Function, Source, room
 
 KINDS = ("code", "docstring", "comment", "blank", "imports")
 TRAINERS = (
-    *("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "DPOTrainer", "KTOTrainer", "SFTTrainer"),
+    *(
+        "GRPOTrainer",
+        "RLOOTrainer",
+        "DistillationTrainer",
+        "PPOTrainer",
+        "DPOTrainer",
+        "KTOTrainer",
+        "SFTTrainer",
+    ),
     *("RewardTrainer", "PPOv2Trainer", "RLOOv1Trainer", "alignment.Trainer"),
 )
 

@@ -16,6 +16,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from fastrl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -206,6 +208,7 @@ def online(
     config: type,
     rollout_func: Any = None,
     reward: Any = low_tokens,
+    teacher: Any = None,
     **settings: Any,
 ) -> Any:
     data = Dataset.from_dict({"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(8)]})
@@ -221,6 +224,35 @@ def online(
         eval_dataset=data.select(range(4)),
         processing_class=tiny.tokenizer(),
         **({} if rollout_func is None else {"rollout_func": rollout_func}),
+        **({} if teacher is None else {"teacher_model": teacher}),
+    )
+
+
+def distilled(folder: str, teacher: Any = None, **settings: Any) -> Any:
+    """Behind hints, and by one of two teachers, unless another is given."""
+    rows = {"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(8)]}
+    rows |= {"privileged_context": [f"w{20 + i}" for i in range(8)]}
+    if teacher is None:
+        rows["of"] = ["a", "b", "b", "a"] * 2
+        settings["teacher_column"] = "of"
+        teacher = {
+            name: tiny_models.language_model("gpt2", n_embd=width)
+            for name, width in (("a", 24), ("b", 32))
+        }
+    data, count = Dataset.from_dict(rows), process_count()
+    # Held-out rows in whole batches of all processes: others would be repeated, with other draws.
+    sizes = {
+        "per_device_train_batch_size": BATCH // count,
+        "per_device_eval_batch_size": 4 // count,
+    }
+    given = {"max_completion_length": 6, "logging_steps": 1, "max_steps": 3}
+    return DistillationTrainer(
+        tiny_models.language_model(),
+        None if teacher == "own" else teacher,
+        DistillationConfig(output_dir=folder, **{**_FIT, **_SGD, **sizes, **given, **settings}),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tiny.tokenizer(),
     )
 
 
@@ -307,6 +339,12 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "grpo, tokens weighed by another engine's": lambda: corrected("token_truncate",
      vllm_importance_sampling_clip_min=0.5, top_entropy_quantile=0.5, beta=0.1),
     "vespo, tokens masked by another engine's": lambda: corrected("token_mask", loss_type="vespo"),
+    "distillation": lambda: done(distilled, beta=0.3, learning_rate=0.1),
+    "distillation, from an average": lambda: done(distilled, "own", teacher_model_kind="ema",
+     teacher_update_rate=0.5, learning_rate=0.1),
+    "grpo, a teacher in the reward": lambda: done(online, GRPOTrainer, GRPOConfig,
+     teacher=tiny_models.language_model("gpt2", n_embd=24), teacher_kl_coef=0.2,
+     teacher_kl_in="reward", learning_rate=0.01),
     "rloo": lambda: done(online, RLOOTrainer, RLOOConfig, learning_rate=0.01),
     "sft": lambda: done(supervised),
     "sft, packed": lambda: done(supervised, packing=True, max_length=24),

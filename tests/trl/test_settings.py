@@ -20,13 +20,17 @@ from tests.together import together
 from tests.trainers.conftest import pairs, texts
 
 DOCS = Path(__file__).parents[2] / "docs"
-METHODS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO")
+METHODS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
 REFUSED = [
     (method, name, default, remedy)
     for method in METHODS
     for name, (default, remedy) in refusals(getattr(fastrl, f"{method}Config")).items()
 ]
-IDLE = [(m, n) for m in ("GRPO", "RLOO") for n in idle_settings(getattr(fastrl, f"{m}Config"))]
+IDLE = [
+    (m, n)
+    for m in ("GRPO", "RLOO", "Distillation")
+    for n in idle_settings(getattr(fastrl, f"{m}Config"))
+]
 # As TRL's documentation writes them, and what they are then.
 LINES: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT": (
@@ -65,6 +69,14 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "reward_clip_range": [-1.0, 1.0], "normalize_advantages": True,
             "chat_template_kwargs": {"think": False},
+        },
+    ),
+    "Distillation": (
+        "--beta 0.5 --teacher_model_name_or_path teacher --teacher_model_init_kwargs "
+        "{\"dtype\":\"float32\"} --max_completion_length 64 --no_shuffle_dataset",
+        {
+            "beta": 0.5, "teacher_model_name_or_path": "teacher", "max_completion_length": 64,
+            "teacher_model_init_kwargs": {"dtype": "float32"}, "shuffle_dataset": False,
         },
     ),
 }  # fmt: skip

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from fastrl.learn.ref_model.base import RefModel
 from fastrl.learn.ref_model.copy import mix
-from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
+from fastrl.models.adapters import (
+    REFERENCE_ADAPTER,
+    acting,
+    add_adapter,
+    load_adapter,
+    trainability_kept,
+)
 from fastrl.models.routing import without_routing
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.sharding import like, own_share, spread
@@ -115,31 +121,77 @@ class AdapterOffRefModel(SwitchedAdapter):
             yield
 
 
-class StartAdapterRefModel(SwitchedAdapter):
-    """The policy with a frozen copy of the adapter that it had when training started."""
+class LiveRefModel(SwitchedAdapter):
+    """The policy itself, with the weights that it has by then."""
+
+    mode = "live"
 
     def __init__(self, policy: PreTrainedModelWrapper):
+        self.policy: Any = policy
+        self._unwrapped = policy
+        self._begun = {}
+
+    def _switched(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class OwnAdapterRefModel(SwitchedAdapter):
+    """The policy's base with another adapter than the one that is trained.
+
+    Args:
+        path: a directory or Hub id of the adapter.
+        name: the name that PEFT is to know it by.
+
+    Raises:
+        ValueError: what :func:`fastrl.models.adapters.load_adapter` refuses.
+    """
+
+    def __init__(self, policy: PreTrainedModelWrapper, path: str, name: str, hub: dict[str, Any]):
         super().__init__(policy)
+        self._peft: Any = policy.pretrained_model
+        self._name = name
+        load_adapter(self._peft, path, name, hub)
+
+    def own_weights(self) -> dict[str, Tensor]:
+        spread(self._unwrapped)
+        named = self._peft.named_parameters()
+        added = {name: p.data for name, p in named if f".{self._name}." in name}
+        return {**added, **self._begun}
+
+    def _switched(self) -> contextlib.AbstractContextManager[None]:
+        return acting(self._peft, self._name)
+
+
+class StartAdapterRefModel(SwitchedAdapter):
+    """The policy with a frozen copy of the adapter that it had when training started.
+
+    Args:
+        name: the name that PEFT is to know the copy by.
+    """
+
+    def __init__(self, policy: PreTrainedModelWrapper, name: str = REFERENCE_ADAPTER):
+        super().__init__(policy)
+        self._name = name
         self._peft: Any = policy.pretrained_model
         trained = self._peft.active_adapter
         config = copy.copy(self._peft.peft_config[trained])
         config.init_lora_weights = True  # "pissa", say, would change the base once more
         config.bias = "none"  # PEFT refuses a second adapter that trains biases
-        add_adapter(self._peft, REFERENCE_ADAPTER, config)
+        add_adapter(self._peft, name, config)
         self._trained = trained
         self.follow(1.0)
 
     def follow(self, weight: float) -> None:
         adapter = self.own_weights()
-        trained = [name.replace(f".{REFERENCE_ADAPTER}.", f".{self._trained}.") for name in adapter]
+        trained = [name.replace(f".{self._name}.", f".{self._trained}.") for name in adapter]
         weights = dict(self._peft.named_parameters())
         mix(list(adapter.values()), [weights[name].data for name in trained], weight)
 
     def own_weights(self) -> dict[str, Tensor]:
         spread(self._unwrapped)
         named = self._peft.named_parameters()
-        added = {name: p.data for name, p in named if f".{REFERENCE_ADAPTER}." in name}
+        added = {name: p.data for name, p in named if f".{self._name}." in name}
         return {**added, **self._begun}
 
     def _switched(self) -> contextlib.AbstractContextManager[None]:
-        return acting(self._peft, REFERENCE_ADAPTER)
+        return acting(self._peft, self._name)

@@ -14,12 +14,18 @@ from fastrl.learn.ref_model.base import RefModel
 
 
 class Follow(TrainerCallback):
-    """ref ← α·policy + (1 - α)·ref each ``ref_model_sync_steps`` optimizer steps, with α =
-    ``ref_model_mixup_alpha``; without ``sync_ref_model`` the reference stays as it is."""
+    """ref ← weight·policy + (1 - weight)·ref each ``every`` optimizer steps; 0: never."""
 
-    def __init__(self, reference: RefModel | None, args: ReferenceArguments):
-        self.reference, self.follows = reference, args.sync_ref_model
-        self.every, self.weight = args.ref_model_sync_steps, args.ref_model_mixup_alpha
+    def __init__(self, reference: RefModel | None, every: int, weight: float):
+        self.reference, self.follows = reference, every > 0
+        self.every, self.weight = every, weight
+
+    @classmethod
+    def of(cls, reference: RefModel | None, args: ReferenceArguments) -> Follow:
+        """Makes it by the settings ``sync_ref_model``, ``ref_model_sync_steps`` and
+        ``ref_model_mixup_alpha``."""
+        every = args.ref_model_sync_steps if args.sync_ref_model else 0
+        return cls(reference, every, args.ref_model_mixup_alpha)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.follows and state.global_step % self.every == 0:

@@ -89,6 +89,13 @@ class GRPOTrainer(OverridableTrainer):
         self._entropy_of_step: Tensor | None = None  # Σ entropies and count of this optimizer step
         loss, level = loss_of_grpo(args), args.importance_sampling_level
         row = LOSSES_BY_NAME[args.loss_type]
+        whole = loss.row.of_response or loss.objective.loss.reads_sequences
+        if whole and args.teacher_kl_coef and args.teacher_kl_in == "reward":
+            raise ValueError(
+                "teacher_kl_in='reward' gives each token an advantage of its own, and ratios of "
+                f"whole responses (loss_type={args.loss_type!r}, importance_sampling_level="
+                f"{level!r}) have one: choose teacher_kl_in='loss', or a ratio of tokens"
+            )
         if level == "sequence" and row.sums_tokens:
             _LOGGER.warning(
                 "importance_sampling_level='sequence' with loss_type=%r, which sums tokens, "
@@ -146,7 +153,7 @@ class GRPOTrainer(OverridableTrainer):
             metrics.add({"policy_loss": mean_of(batch.loss.detach()[None])})
             if mode == "train":
                 self._adapt_entropy((entropies * weights).sum(), weights.sum())
-        if self.beta:
+        if self.kl_coef:
             kl = loss.kl(batch.whole, batch.logprobs)
             metrics.add({"kl": mean_of(kl)})
         self._note_clips(batch.whole, batch.logprobs, loss, mode)

@@ -38,7 +38,7 @@ def judged_by_all(
     table = torch.stack(of_process, 1)
     joined = processes.joined(table.float(), [len(samples)] * processes.count)
     by_function, total, penalties = joined[:, :-2], joined[:, -2], joined[:, -1]
-    if by_function.isnan().all():
+    if names and by_function.isnan().all():
         _LOGGER.warning(
             "Nothing is learned from this generation: no reward function returned a number for any "
             "of its %d responses (%s)",

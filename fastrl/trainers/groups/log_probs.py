@@ -34,6 +34,7 @@ class ResponseScorer:
     Attributes:
         reuses: whether the rollouts' log-probs serve as old log-probs; None until a few were
             compared with the policy's.
+        lowest: the lowest precision that a forward computes in.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class ResponseScorer:
         self.args, self.pad_token, self.accelerator = args, pad_token, accelerator
         self.autocast, self.processes = autocast, processes
         self.reuses: bool | None = None
-        self._lowest = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
-        settings = args.device, self._lowest, autocast, processes.any
+        self.lowest = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
+        settings = args.device, self.lowest, autocast, processes.any
         self.padding = Packing(*settings, lambda: args.padding_free, logprobs_of_labels).padding
         self._scorer = TokenScorer()
 
@@ -89,7 +90,7 @@ class ResponseScorer:
             gaps = (of_learned(part, [sampled[i].float().cpu() for i in chosen]) - logprobs).abs()
             worst, mean = (float(gaps.max()), float(gaps.mean())) if len(gaps) else (0.0, 0.0)
             is_mixed = self.args.bf16 or self.args.fp16
-            dtype = self._lowest if is_mixed else next(model.parameters()).dtype
+            dtype = self.lowest if is_mixed else next(model.parameters()).dtype
             self.reuses = not self.processes.any(not agrees(worst, mean, dtype))
             if not self.reuses:
                 return self._by_policy(model, samples, limit)

@@ -29,8 +29,9 @@ from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.ref_model import Follow, RefModel
-from fastrl.learn.samples import minibatch_of, token_batch
+from fastrl.learn.samples import minibatch_of, of_learned, token_batch
 from fastrl.learn.scorer import check_tokens
+from fastrl.learn.teacher import Teachers
 from fastrl.models import CausalLMPolicy
 from fastrl.models.routing import follow_routers, refuse_beside, replays
 from fastrl.models.scorer import ScoredPass
@@ -64,6 +65,12 @@ from fastrl.trainers.groups.response_log import ResponseLog
 from fastrl.trainers.groups.reward_functions import RewardFunctions
 from fastrl.trainers.groups.rollout_correction import RolloutCorrection, of_all_or_none
 from fastrl.trainers.groups.rollouts import GroupRollouts
+from fastrl.trainers.groups.teachers import (
+    TEACHER_COLUMNS,
+    TeacherModels,
+    TeacherPrompts,
+    packing_of,
+)
 from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.policy import (
@@ -98,12 +105,16 @@ class OnlineTrainer(BaseTrainer, ABC):
     _tag_names: ClassVar[list[str]]
     rehearsed_as = rehearse.ONLINE
     needs_old: ClassVar[bool]  # whether old log-probs are read even where all ratios are 1
+    needs_rewards: ClassVar[bool] = True
     learns_kl: ClassVar[bool] = False  # whether rewards hold the KL of the old log-probs
     # Whether TRL's _compute_loss itself divides by the number of batches of an optimizer step.
     divides_loss: ClassVar[bool]
+    _loss: TokenLoss
+    _scorer: ResponseScorer
     rewards: RewardFunctions
     reward_weights: Tensor
     beta: float
+    kl_coef: float  # of the KL to the reference, whatever ``beta`` is
     aux_loss_enabled: bool
 
     def __init__(
@@ -122,6 +133,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         tools: list | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        teacher_model: Any = None,
     ):
         check_overrides(type(self))
         train_dataset, eval_dataset = map(list_as_dataset, (train_dataset, eval_dataset))
@@ -148,7 +160,9 @@ class OnlineTrainer(BaseTrainer, ABC):
         load = dict(args.model_init_kwargs or {})
         load.setdefault("trust_remote_code", args.trust_remote_code)
         added = interaction.rewards
-        rewards = RewardFunctions(reward_funcs, reward_processing_classes, dict(load), added, args)
+        rewards = RewardFunctions(
+            reward_funcs, reward_processing_classes, dict(load), added, args, self.needs_rewards
+        )
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         check_resampling(args, train_dataset, rollout_func)
         interaction.read_by(self._tokenizer, args.chat_template_kwargs or {})
@@ -169,8 +183,17 @@ class OnlineTrainer(BaseTrainer, ABC):
         model = adapted_policy(model, self._tokenizer, peft_config, args)
         self._policy = CausalLMPolicy(model)
         self._reference: RefModel | None = None
-        if args.beta:
-            self._reference = reference_of(args, self._policy, fresh=peft_config is not None)
+        fresh = peft_config is not None
+        if args.kl_coef:
+            self._reference = reference_of(args, self._policy, fresh=fresh)
+        self._teacher_models, self._teacher_prompts = self._teachers_of(
+            teacher_model, args, fresh, train_dataset
+        )
+        if self._teacher_prompts is not None:
+            for name, data in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+                of_name = data if isinstance(data, dict) else {"": data}
+                for each in of_name.values():
+                    self._teacher_prompts.check(each, name)
         self.rewards = rewards
         self._further = further_prompts(args, train_dataset)
         self._take_settings(args, rewards)
@@ -225,7 +248,7 @@ class OnlineTrainer(BaseTrainer, ABC):
                 f"micro_batch_tokens splits batches, and {name} computes a loss of whole ones: "
                 "leave it out, and lower per_device_train_batch_size"
             )
-        if LOGPROBS in self.overrides and args.beta and adapts:
+        if LOGPROBS in self.overrides and args.kl_coef and adapts:
             raise ValueError(
                 f"{name} overrides {LOGPROBS}, and the reference of an adapter is the model "
                 "without it, which is no model of its own: set beta=0"
@@ -241,6 +264,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.num_iterations, self.temperature = args.num_iterations, args.temperature
         self.beta, self.max_completion_length = args.beta, args.max_completion_length
+        self.kl_coef = args.kl_coef
         self.chat_template_kwargs = dict(args.chat_template_kwargs or {})
         self.log_completions = args.log_completions
 
@@ -258,7 +282,7 @@ class OnlineTrainer(BaseTrainer, ABC):
             self.compute_loss_func = self._compute_loss  # older transformers look at this instead
         if self._reference is not None:
             self._reference.place(self._policy, self.accelerator)
-        self._follow = Follow(self._reference, args)
+        self._follow = Follow.of(self._reference, args)
         self.add_first(self._follow)
         self._scorer = self._make_scorer(
             args, self.pad_token_id, self.accelerator, self.accelerator.autocast, self.processes
@@ -310,12 +334,82 @@ class OnlineTrainer(BaseTrainer, ABC):
                 self.own_code(),
             )
         self._loss = self._make_loss()
+        self._teacher_follow = None
+        self._teachers: Teachers | None = None  # those whose log-probs are in the rewards
+        if self._teacher_models is not None:
+            for teacher in self._teacher_models.references.values():
+                teacher.place(self._policy, self.accelerator)
+            self._teacher_follow = self._teacher_models.follow()
+            self.add_first(self._teacher_follow)
+            packing = packing_of(
+                args, self._scorer.lowest, self.accelerator.autocast, self.processes
+            )
+            self._teachers = self._teacher_models.made(
+                args.teacher_settings,
+                packing,
+                lambda: self._scorer.padding(self.model_wrapped),
+                self.accelerator.autocast,
+                self.processes,
+            )
+            if args.teacher_kl_in == "loss":
+                self._loss.teachers, self._teachers = self._teachers, None
+
+    def _teachers_of(
+        self, given: Any, args: Any, fresh: bool, data: Any
+    ) -> tuple[TeacherModels | None, TeacherPrompts | None]:
+        """The models of the teachers, and the prompts that they read; None without teachers.
+
+        Raises:
+            ValueError: what these refuse; settings that do not go with a teacher.
+        """
+        named = getattr(data, "column_names", None)
+        prompted = named is None or bool({*named} & {*TEACHER_COLUMNS})
+        if not args.teacher_settings.coef:
+            if given is not None:
+                raise ValueError(
+                    "teacher_model is given and teacher_kl_coef is 0, so that nothing is learned "
+                    "of it: set teacher_kl_coef, or leave teacher_model out"
+                )
+            return None, None
+        if self.has_own_loss:
+            raise ValueError(
+                f"{type(self).__name__} computes a loss of its own, which has no term of a "
+                "teacher: leave teacher_kl_coef at 0"
+            )
+        if args.fp16:
+            raise ValueError(
+                "fp16=True scales the loss before its gradient, and a teacher's term has its "
+                "gradient by then: use bf16=True"
+            )
+        models = TeacherModels(given, args, self._policy, self._tokenizer, fresh)
+        if not prompted and models.is_policy_itself(live_alone=self.needs_rewards):
+            raise ValueError(
+                f"the teacher is the policy itself (teacher_model_kind={args.teacher_model_kind!r})"
+                " behind the same prompts, so that there is nothing to learn of it: give the data "
+                "a column teacher_prompt or privileged_context, or pass teacher_model"
+            )
+        template = dict(args.chat_template_kwargs or {})
+        most = args.generation_arguments.get("max_new_tokens")
+        rooms = [
+            PromptRoom(model, most, self._tokenizer, template, args.micro_batch_tokens)
+            for model in models.read_by()
+        ]
+        names = [*models.references]
+        return models, TeacherPrompts(args, names, self._tokenizer, template, rooms)
 
     @property
     def ref_model(self) -> Any:
         """The reference as a separate model; None where there is no KL, or where the reference is
         the policy with its adapter off, or with another one."""
         return model_of(self._reference, self.accelerator)
+
+    @property
+    def teacher_models(self) -> list[Any]:
+        """The teachers that are models of their own."""
+        if self._teacher_models is None:
+            return []
+        of_own = (model_of(x, self.accelerator) for x in self._teacher_models.references.values())
+        return [model for model in of_own if model is not None]
 
     @property
     def pad_token_id(self) -> int:
@@ -331,7 +425,10 @@ class OnlineTrainer(BaseTrainer, ABC):
         return self._rollouts.by_function(function, self)
 
     def card_settings(self) -> dict[str, Any]:
-        return {"reward_funcs": ", ".join(self.reward_func_names), **super().card_settings()}
+        teachers = () if self._teacher_models is None else self._teacher_models.references
+        named = {"reward_funcs": self.reward_func_names, "teachers": teachers}
+        told = {name: ", ".join(x) for name, x in named.items() if x}
+        return {**told, **super().card_settings()}
 
     @property
     def rollout_func(self) -> Any:
@@ -376,7 +473,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         rewards, [B] or [B / group] bool.
 
         Args:
-            kl: Σ_t (log π_old - log π_ref) of each response, [B]; None where either is unknown.
+            kl: what is taken off each response's reward, where rewards hold a KL, [B]:
+                beta·Σ_t (log π_old - log π_ref), and the same for a teacher; None: nothing.
         """
 
     @abstractmethod
@@ -441,7 +539,7 @@ class OnlineTrainer(BaseTrainer, ABC):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         begin = time.perf_counter()
-        with self.products.on(model, self.ref_model):
+        with self.products.on(model, self.ref_model, *self.teacher_models):
             model.train()
             # Rewards may draw random numbers, so they are computed before the passes draw.
             samples = self.ready_batch(inputs)
@@ -464,7 +562,7 @@ class OnlineTrainer(BaseTrainer, ABC):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._generations.made["eval"] = 0  # all evaluations draw the same random numbers
-        with self.products.on(self.model, self.ref_model):
+        with self.products.on(self.model, self.ref_model, *self.teacher_models):
             output = super().evaluation_loop(*args, **kwargs)
         taken = self._noted.take("eval", self.state.num_input_tokens_seen)
         prefix = prefix_of(args, kwargs)
@@ -519,7 +617,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         if self._routes and samples.experts is None:
             samples = replace(samples, experts=[None] * len(samples))
         device, pad_token = self.args.device, self.pad_token_id
-        kl_coef = 0.0 if self.learns_kl else self.beta
+        kl_coef = 0.0 if self.learns_kl else self.kl_coef
         whole = minibatch_of(samples, pad_token, padding, device, kl_coef, self._loss.aggregate)
         denominator = self._loss.denominator(whole, generated)
         if most is None:
@@ -565,6 +663,8 @@ class OnlineTrainer(BaseTrainer, ABC):
             aux=self.aux_loss_enabled and not self._routes,
             entropy=True,
             objective=self._objective(inputs),
+            teachers=self._loss.terms(inputs),
+            only_teachers=self._loss.only_teachers,
         )
         inputs.scores, inputs.routing = scored.scores, scored.routing
         loss = self._loss_of_scored(inputs, scored.aux_loss if self.aux_loss_enabled else None)
@@ -591,6 +691,8 @@ class OnlineTrainer(BaseTrainer, ABC):
             return
         batch = Pass.joined(counted)
         noted = {"entropy": mean_of(batch.entropies)}
+        if batch.divergences is not None:
+            noted["divergence"] = mean_of(batch.divergences)
         if self.aux_loss_enabled:
             losses = [x.aux_loss for x in counted if x.aux_loss is not None]
             noted["aux_loss"] = mean_of(torch.stack(losses).sum()[None])
@@ -622,6 +724,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         tokens, learned = self._noted.lengths(collected, masks, mode)
         learnable = replace(collected.to_learn(), learned=masks, generated=learned)
         learnable.advantages = torch.zeros(len(rows))
+        if self._teacher_prompts is not None:
+            learnable = replace(learnable, **self._teacher_prompts.of(collected))
         args = self.args
         several_steps = args.gradient_accumulation_steps % self._generations.uses
         model, size = self.model, args.eval_batch_size
@@ -632,11 +736,12 @@ class OnlineTrainer(BaseTrainer, ABC):
         sampled, users = collected.logprobs_at(self.temperature), None
         if self.rollout_func is not None:
             sampled, users = None, of_all_or_none(sampled, self.processes)
-        if self.learns_kl and self._reference is not None:
+        if (self.learns_kl and self._reference is not None) or self._teachers is not None:
             sampled = None  # scored as the reference is: else rounding would be learned as a KL
         correction = None if users is None else self._correction
         limit = PassLimit(size, args.micro_batch_tokens)
-        if self.needs_old or several_steps or correction is not None:
+        reads_old = (self.needs_old or several_steps) and not self._loss.only_teachers
+        if reads_old or correction is not None or self._teachers is not None:
             learnable.old_logprobs = self._scorer.old(model, learnable, sampled, limit)
         if users is not None:
             if correction is not None:
@@ -652,6 +757,15 @@ class OnlineTrainer(BaseTrainer, ABC):
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
         if kl is not None:
             self._metrics[mode].add(self._kl_metric(learnable))
+            kl = self.kl_coef * kl
+        if self._teachers is not None:
+            of_teacher = self._teacher_rewards(learnable, limit, mode)
+            if self.learns_kl:
+                price = -torch.stack([x.sum() for x in of_teacher])
+                kl = price if kl is None else kl + price
+            else:
+                learnable.token_advantages = [x.nan_to_num(nan=0.0) for x in of_teacher]
+        if kl is not None:
             kl = self.processes.joined(kl, [len(kl)] * self.processes.count).cpu()
         advantages, spreadless = self.advantages_of(judged, kl, group, mode)
         self._noted.rewards(judged, spreadless, mode)
@@ -662,6 +776,25 @@ class OnlineTrainer(BaseTrainer, ABC):
         learnable.advantages = advantages[first : first + len(rows)].clone()
         self._generations.made[mode] += 1
         return learnable
+
+    def _teacher_rewards(self, learnable: Samples, limit: PassLimit, mode: str) -> list[Tensor]:
+        """-coef·(log π_old - log π_teacher) of each response's learned tokens, [L], 0 at others.
+        NaN is that of responses for which a teacher has no numbers: no token of them is learned."""
+        assert self._teachers is not None
+        device, coef = self.args.device, self._teachers.settings.coef
+        found = self._teachers.log_probs(learnable, self.pad_token_id, device, limit)
+        learnable.teacher_logprobs = found
+        old = learnable.old_logprobs
+        assert old is not None
+        masks, apart = learnable.learned, []
+        for i, (x, y) in enumerate(zip(old, found, strict=True)):
+            if y.isfinite().all():
+                apart.append(torch.where(masks[i], x - y, 0.0))
+            else:
+                masks[i] = torch.zeros_like(masks[i])
+                apart.append(torch.full_like(x, torch.nan))
+        self._metrics[mode].add({"teacher_kl": mean_of(of_learned(learnable, apart))})
+        return [-coef * x for x in apart]
 
     def _enter(self, collected: Samples, masks: list[Tensor], advantages: Tensor) -> None:
         """Enters the responses of all processes into the ledger."""
@@ -710,7 +843,10 @@ class OnlineTrainer(BaseTrainer, ABC):
     # Checkpoints.
 
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), **trained_identity(self)}
+        teachers = {}
+        if self._teacher_models is not None:
+            teachers["teachers"] = self._teacher_models.identity()
+        return {**super().identity(), **trained_identity(self), **teachers}
 
     def own_settings(self) -> dict[str, Any]:
         code = identities_of(zip(self.reward_func_names, self.reward_funcs, strict=True))
@@ -731,6 +867,7 @@ class OnlineTrainer(BaseTrainer, ABC):
             "responder": {"rooms": self._rollouts.backend.rooms()},
             "reuses": self._scorer.reuses,
             "reference": self._follow.state(),
+            "teacher": {} if self._teacher_follow is None else self._teacher_follow.state(),
         }
         return {**super().own_state(), "online": online}
 
@@ -749,6 +886,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         if self._further is not None and state.get("further"):
             self._further.load_state_dict(state["further"])
         self._follow.load(state["reference"])
+        if self._teacher_follow is not None:
+            self._teacher_follow.load(state["teacher"])
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         accumulated = self.args.gradient_accumulation_steps

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fastrl.collect.arguments import RecordArguments
 from fastrl.config import PPOConfig, parse_json
-from fastrl.learn.ref_model import ReferenceArguments
+from fastrl.learn.ref_model import ReferenceArguments, TeacherArguments
+from fastrl.learn.teacher import TeacherSettings
 from fastrl.run.transformers_settings import reads_best_metric
 from fastrl.settings import check_refused, idle, kept_setting, refused, setting, setting_like
 from fastrl.trainers.groups.rollout_correction import MODES
@@ -21,7 +22,7 @@ _LENGTH = "set max_completion_length, and cut prompts in the data set"
 
 
 @dataclass
-class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
+class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, SupervisedArguments):
     """Settings of trainers that learn from responses which they sample themselves, beside those of
     ``transformers.TrainingArguments``, by TRL 1.x's names where it has them."""
 
@@ -180,13 +181,16 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
         *SupervisedArguments._VALID_DICT_FIELDS,
         "generation_kwargs",
         "chat_template_kwargs",
+        "teacher_model_init_kwargs",
     ]
 
+    compares: ClassVar[bool] = True  # whether advantages compare the responses to a prompt
+
     def __post_init__(self) -> None:
-        if reads_best_metric(self) and self.metric_for_best_model is None:
+        if self.compares and reads_best_metric(self) and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"  # transformers' default would be the loss
         super().__post_init__()
-        if self.metric_for_best_model in ("loss", "eval_loss"):
+        if self.compares and self.metric_for_best_model in ("loss", "eval_loss"):
             warnings.warn(
                 f"eval_loss (metric_for_best_model={self.metric_for_best_model!r}) is no measure "
                 "of a policy: advantages of a group sum to 0, so that it is little more than "
@@ -199,9 +203,9 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
                 "auto_find_batch_size would break groups of num_generations responses: leave it "
                 "out, and lower per_device_train_batch_size"
             )
-        if self.beta == 0:
+        if self.kl_coef == 0:
             self.refuse_reference("beta=0.0")
-        if self.num_generations < 2:
+        if self.compares and self.num_generations < 2:
             raise ValueError(
                 "num_generations must be at least 2, as advantages compare the responses to a "
                 f"prompt, got {self.num_generations}"
@@ -248,6 +252,19 @@ class OnlineConfig(ReferenceArguments, RecordArguments, SupervisedArguments):
                     f"per_device_eval_batch_size × processes ({size}) must be divisible by "
                     f"num_generations_eval ({generations}), so that it holds whole groups"
                 )
+
+    @property
+    def kl_coef(self) -> float:
+        """The coefficient of the KL to the reference model; 0: there is none."""
+        return self.beta
+
+    @property
+    def teacher_settings(self) -> TeacherSettings:
+        """How much is learned of teachers, and by which divergence."""
+        beta = self.teacher_beta
+        return TeacherSettings(
+            self.teacher_kl_coef, beta, self.temperature, None, self.micro_batch_tokens
+        )
 
     @property
     def generation_arguments(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class _GenerationWalk(LoopWalk):
             prompt_texts=[row["prompt"] for row in rows],
             prompt_ids=[torch.tensor(row["prompt_ids"]) for row in rows],
             prompt_rows=prompts.prompt_rows,
-            columns={},
+            columns=prompts.columns,
             texts=texts,
             completions=list(texts),
             masks=recorded_masks(rows),

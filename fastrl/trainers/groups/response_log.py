@@ -109,6 +109,8 @@ class ResponseLog:
             spreadless: for each group or sample, whether the rewards of the group are equal, or
                 those of the whole batch where advantages are divided by the batch's deviation.
         """
+        if not self.names:
+            return
         metrics, values = self.metrics[mode], self._numbers
         pairs = zip(self.names, judged.rewards_by_function.values(), strict=True)
         columns = {f"rewards/{name}/": column for name, column in pairs}

@@ -35,6 +35,7 @@ class RewardFunctions:
         processing_classes: tokenizers in the order of ``reward_funcs``; None: the classifiers' own.
         load: keyword arguments to load a classifier with.
         further: functions of weight 1, behind ``reward_funcs``.
+        needed: whether there must be a function.
         args: has ``reward_weights``, ``chat_template_kwargs`` of classifiers, ``on_nonfinite``, and
             the time limit, retries and completions of a call.
 
@@ -54,11 +55,12 @@ class RewardFunctions:
         load: dict[str, Any],
         further: Sequence[Callable[..., Any]],
         args: Any,
+        needed: bool = True,
     ):
         functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if reward_funcs is None:
             functions = []
-        if not functions and not further:
+        if needed and not functions and not further:
             raise ValueError("No reward source provided: pass reward_funcs, a function or a list")
         count, weights = len(functions), args.reward_weights
         if weights is not None and len(weights) != count:
@@ -94,7 +96,9 @@ class RewardFunctions:
         self.weights = torch.tensor(all_weights, dtype=torch.float32)
         chat = dict(args.chat_template_kwargs or {})
         self._rewards = Rewards(
-            [
+            [_nothing]
+            if not self.functions
+            else [
                 ClassifierReward(function, reader, label=0, name=name, template=chat)
                 if isinstance(function, nn.Module)
                 else function
@@ -102,7 +106,7 @@ class RewardFunctions:
                     self.names, self.functions, self.processing_classes, strict=True
                 )
             ],
-            all_weights,
+            all_weights or None,
             reward_timeout=args.reward_timeout,
             reward_retries=args.reward_retries,
             reward_batch_size=args.reward_batch_size,
@@ -147,6 +151,11 @@ class RewardFunctions:
     def event_loop(self) -> EventLoop:
         """The event loop that coroutine functions run on, the same for all calls."""
         return self._rewards.event_loop()
+
+
+def _nothing(completions: Sequence[Any], **_: Any) -> list[float]:
+    """No reward, where a policy learns of its teachers alone."""
+    return [0.0] * len(completions)
 
 
 def _loaded(name: str, options: dict[str, Any]) -> Any:

@@ -44,7 +44,7 @@ class RLOOTrainer(OverridableTrainer):
         if self.args.reward_clip_range is not None:
             rewards = rewards.clamp(*self.args.reward_clip_range)
         if kl is not None:
-            rewards = rewards - self.beta * kl
+            rewards = rewards - kl
         groups, counts = grouped(rewards, group)
         several = counts.sum(-1, keepdim=True) > 1
         advantages = torch.where(counts & several, leave_one_out(groups, counts), torch.nan)

@@ -123,7 +123,7 @@ class PreferenceTrainer(SupervisedTrainer):
             self._reference.place(self._policy, self.accelerator)
         if self.args.precompute_ref_log_probs:
             self.replace_data(self._with_ref_logprobs)
-        self._follow = Follow(self._reference, self.args)
+        self._follow = Follow.of(self._reference, self.args)
         self.add_first(self._follow)
         self.model.add_model_tags(self._tag_names)
 

@@ -105,22 +105,24 @@ class Rehearsal:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def loaded(self, reference: Any, policy: nn.Module) -> None:
+    def loaded(self, policy: nn.Module, *references: Any) -> None:
         """Ends the phase of loading.
 
         Args:
-            reference: the reference policy, a :class:`fastrl.learn.ref_model.RefModel`; or None.
+            references: the reference policy and teachers, each a
+                :class:`fastrl.learn.ref_model.RefModel`; or None.
         """
-        model = getattr(reference, "model", None)
-        if model is not None:
-            shared = {id(p) for p in policy.parameters()}
-            unshared = [p for p in model.parameters() if id(p) not in shared]
-            self.phantoms.is_kind([*unshared, *model.buffers()], REFERENCE)
-        units = getattr(reference, "units", None)
-        if units and self.device != "cpu":  # a copy in host memory
-            rest, *layers = [sum(x.nbytes for x in unit.weights) for unit in units]
-            self.phantoms.elsewhere(x for unit in units for x in unit.weights)
-            self.visiting = rest + max(layers)
+        shared = {id(p) for p in policy.parameters()}
+        for reference in references:
+            model = getattr(reference, "model", None)
+            if model is not None:
+                unshared = [p for p in model.parameters() if id(p) not in shared]
+                self.phantoms.is_kind([*unshared, *model.buffers()], REFERENCE)
+            units = getattr(reference, "units", None)
+            if units and self.device != "cpu":  # a copy in host memory, which runs alone
+                rest, *layers = [sum(x.nbytes for x in unit.weights) for unit in units]
+                self.phantoms.elsewhere(x for unit in units for x in unit.weights)
+                self.visiting = max(self.visiting, rest + max(layers))
         self.log.peaks.clear()
         self.log.note(LOADING)
         self.log.enter(OTHER)

@@ -144,7 +144,8 @@ def _divergence_fwd_kernel(
     number = (log_x_sum == log_x_sum) & (log_y_sum == log_y_sum)
     value = tl.where((value != value) & number, float("inf"), value)
     tl.store(values_ptr + row, value)
-    tl.store(means_ptr + row, mean)
+    # A clamp on a GPU makes a number of a NaN.
+    tl.store(means_ptr + row, tl.where(number, mean, float("nan")))
 
 
 _launch_fwd = launcher(_divergence_fwd_kernel)
@@ -162,7 +163,7 @@ def _gradient(
     if ENTROPY:
         coefficient -= g_entropy * (tl.maximum(a, FLOOR) * LN2 + entropy)
     if MODE == _FORWARD_KL:
-        d = p * (coefficient + slope) - tl.exp2(b) * slope
+        d = p * coefficient + (p - tl.exp2(b)) * slope  # exactly 0 where both are equal
     else:
         w, _ = _weight(apart, beta, other, MODE)
         w = tl.where(a == float("-inf"), 0.0, w - mean)

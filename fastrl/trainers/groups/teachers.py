@@ -1,0 +1,393 @@
+"""The teachers of trainers that sample responses: their models, and the prompts that they read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.config import parse_json
+from fastrl.data.chat import TEMPLATE_COLUMNS, content_text, is_chat, templates_of
+from fastrl.data.choose_padding import Packing, logprobs_and_values
+from fastrl.data.prompt_ids import ids_of_prompts
+from fastrl.data.tables import is_stream
+from fastrl.data.token_batch import Padding
+from fastrl.learn.ref_model import (
+    AdapterOffRefModel,
+    CopyRefModel,
+    Follow,
+    LiveRefModel,
+    OffloadRefModel,
+    OwnAdapterRefModel,
+    ReferenceSettings,
+    RefModel,
+    StartAdapterRefModel,
+    TeacherArguments,
+    choose_ref_model,
+)
+from fastrl.learn.ref_model.adapter import trained_before
+from fastrl.learn.teacher import Teachers, TeacherSettings
+from fastrl.models import CausalLMPolicy
+from fastrl.models.adapter_base import moves_base
+from fastrl.models.adapters import TEACHER_ADAPTER
+from fastrl.models.load import load_language_model, load_tokenizer
+from fastrl.models.model_files import ADAPTER_CONFIG, find_file
+from fastrl.models.utils import checksum
+from fastrl.run.processes import Processes
+from fastrl.samples import Samples
+from fastrl.trainers.groups.prompt_data import PromptRoom
+from fastrl.trainers.supervised import is_path
+
+TEACHER_COLUMNS = PROMPT, CONTEXT = "teacher_prompt", "privileged_context"
+_OWN = "the policy"
+_AT_A_TIME = 1 << 10  # rows that are encoded together
+# Texts whose ids tell one tokenizer from another: words, numbers, code, scripts, blanks.
+_PROBES = (
+    "The quick brown fox jumps over 13 lazy dogs, don't they?",
+    "def f(x):\n    return x ** 2  # 3.14159\n",
+    "Größe naïve 東京 Привет مرحبا 🙂\t\n\n  end",
+)
+
+
+class TeacherModels:
+    """The models of a trainer's teachers.
+
+    Args:
+        given: ``teacher_model``: None (the policy's own weights, by ``teacher_model_kind``), a
+            model, a path or Hub id of a model or of an adapter on the policy's base, or a dict of
+            these by the names in ``teacher_column``.
+        fresh: whether the policy's adapter, if any, is new.
+
+    Attributes:
+        references: the teachers by name.
+        vocabulary: the number of tokens, where heads have different numbers of rows; else None.
+
+    Raises:
+        ValueError: a teacher with another tokenizer, or with fewer rows in its head than there are
+            tokens; settings that do not go together; an adapter that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        given: Any,
+        args: Any,
+        policy: CausalLMPolicy,
+        tokenizer: Any,
+        fresh: bool,
+    ):
+        args.check_teacher()
+        self.args, self._policy, self._tokenizer = args, policy, tokenizer
+        named = given if isinstance(given, Mapping) else {_OWN if given is None else "": given}
+        if isinstance(given, Mapping) != (args.teacher_column is not None):
+            raise ValueError(
+                "a dict of teachers, by the names in a column, and teacher_column, the column, go "
+                "together: give both or neither"
+            )
+        if not named:
+            raise ValueError("teacher_model is an empty dict: name the teachers")
+        self.sizes = {policy.pretrained_model.get_output_embeddings().weight.shape[0]}
+        self.references: dict[str, RefModel] = {}
+        self.follows = None
+        for number, (name, model) in enumerate(named.items()):
+            label = name or (model if isinstance(model, str) else type(model).__name__)
+            if model is None:
+                self.references[label] = self._own(fresh)
+            else:
+                self.references[label] = self._given(model, label, number)
+        self.vocabulary = None if len(self.sizes) == 1 else len(tokenizer)
+        if min(self.sizes) < len(tokenizer):
+            raise ValueError(
+                f"a head has {min(self.sizes)} rows, and the tokenizer {len(tokenizer)} tokens: "
+                "teacher and policy must have a row for each token"
+            )
+
+    def _own(self, fresh: bool) -> RefModel:
+        """The policy's own weights: those that it begins with, has, or had on average."""
+        kind, policy = self.args.teacher_model_kind, self._policy
+        if kind == "live":
+            return LiveRefModel(policy)
+        if policy.is_peft_model:
+            configs = policy.pretrained_model.peft_config.values()
+            begun = trained_before(policy.pretrained_model) and not fresh
+            if kind == "base" and not begun and not any(map(moves_base, configs)):
+                return AdapterOffRefModel(policy)
+            return StartAdapterRefModel(policy, TEACHER_ADAPTER)
+        mode = "offload" if self.args.teacher_placement == "host" else "copy"
+        settings = ReferenceSettings(reference=mode)
+        if kind == "ema":
+            rate, every = self.args.teacher_update_rate, self.args.teacher_sync_steps
+            settings = settings._replace(sync_ref_every=every, ref_ema=rate)
+        return choose_ref_model(settings, policy)
+
+    def _given(self, model: Any, name: str, number: int) -> RefModel:
+        policy = self._policy
+        hub = {**parse_json("teacher_model_init_kwargs", self.args.teacher_model_init_kwargs)}
+        revision = getattr(self.args, "teacher_model_revision", None)
+        if is_path(model):
+            if revision is not None:
+                hub.setdefault("revision", revision)
+            own = {k: v for k, v in hub.items() if k in ("token", "cache_dir", "revision")}
+            if policy.is_peft_model and find_file(str(model), ADAPTER_CONFIG, own):
+                return OwnAdapterRefModel(policy, str(model), f"{TEACHER_ADAPTER}_{number}", own)
+            if self.args.trust_remote_code:
+                hub.setdefault("trust_remote_code", True)
+            loaded = load_language_model(model, **hub)
+        else:
+            if hub:
+                raise ValueError(
+                    "teacher_model_init_kwargs are for a teacher that is loaded by its path, and "
+                    f"{name!r} is loaded already: leave them out"
+                )
+            loaded = model
+        if loaded is policy.pretrained_model:
+            raise ValueError(
+                f"teacher {name!r} is the model that is trained: leave teacher_model out, and "
+                "choose teacher_model_kind='live'"
+            )
+        check_same_tokenizer(self._tokenizer, loaded, name, self.args.trust_remote_code)
+        head = loaded.get_output_embeddings()
+        self.sizes.add(head.weight.shape[0])
+        teacher = CausalLMPolicy(loaded)
+        if self.args.teacher_placement == "host":
+            return OffloadRefModel(teacher)
+        return CopyRefModel(teacher)
+
+    def is_policy_itself(self, live_alone: bool) -> bool:
+        """Whether the one teacher is the policy as it is, or unless ``live_alone``, as it begins,
+        so that behind the same prompts there is nothing to learn."""
+        own = self.references.get(_OWN)
+        if own is None or isinstance(own, LiveRefModel) or live_alone:
+            return isinstance(own, LiveRefModel)
+        peft = self._policy.pretrained_model if self._policy.is_peft_model else None
+        return not (isinstance(own, AdapterOffRefModel) and trained_before(peft))
+
+    def read_by(self) -> list[Any]:
+        """The language models that read teachers' prompts."""
+        models = [x.model or self._policy for x in self.references.values()]
+        return [model.pretrained_model for model in models]
+
+    def identity(self) -> str:
+        """What must be the same in a run that resumes: modes, and weights that do not move."""
+        of_each = []
+        for name, reference in self.references.items():
+            moves = name == _OWN and self.args.teacher_model_kind != "base"
+            weights = {} if moves else reference.own_weights()
+            of_each.append(f"{name}: {reference.mode} {checksum(weights)}")
+        return ", ".join(of_each)
+
+    def follow(self) -> Follow:
+        """Moves a teacher that is an average of the policy's weights."""
+        own = self.references.get(_OWN)
+        averaged = own is not None and self.args.teacher_model_kind == "ema"
+        every = self.args.teacher_sync_steps if averaged else 0
+        return Follow(own, every, self.args.teacher_update_rate)
+
+    def made(
+        self,
+        settings: TeacherSettings,
+        packing: tuple[Any, Any, Any, Any, Any],
+        own_padding: Callable[[], Padding],
+        autocast: Callable[[], AbstractContextManager],
+        processes: Processes,
+    ) -> Teachers:
+        """The teachers, once their models are on their devices.
+
+        Args:
+            packing: the first arguments of :class:`fastrl.data.choose_padding.Packing`.
+            own_padding: returns how the policy's batches are laid out.
+        """
+
+        def padding_of(reference: RefModel) -> Callable[[], Padding]:
+            if reference.model is None:
+                return own_padding
+            packs = Packing(*packing, logprobs_and_values)
+            return lambda: packs.padding(reference.model)
+
+        paddings = [padding_of(x) for x in self.references.values()]
+        settings = settings._replace(vocabulary=self.vocabulary)
+        return Teachers(self.references, paddings, settings, autocast, processes)
+
+
+class TeacherPrompts:
+    """What teachers read in place of the policy's prompts, and which teacher a prompt has.
+
+    Args:
+        names: the teachers' names.
+        rooms: the room that each teacher's context leaves for prompts.
+    """
+
+    def __init__(
+        self,
+        args: TeacherArguments,
+        names: Sequence[str],
+        tokenizer: Any,
+        template: Mapping[str, Any],
+        rooms: Sequence[PromptRoom],
+    ):
+        self.args, self.names = args, list(names)
+        self._tokenizer, self._template = tokenizer, template
+        self._rooms = rooms
+
+    def columns_of(self, *data: Any) -> list[str]:
+        """The columns of data sets from which teachers' prompts are made."""
+        named = (getattr(x, "column_names", None) or () for x in data)
+        return sorted({name for names in named for name in names if name in (PROMPT, CONTEXT)})
+
+    def check(self, data: Any, name: str) -> None:
+        """Checks all rows of a data set; those of a stream are checked as they are learned from.
+
+        Raises:
+            ValueError: names the row whose teacher's prompt is absent or leaves no room, or whose
+                teacher is not known.
+        """
+        names = getattr(data, "column_names", None)
+        if names is None or is_stream(data) or data.format["type"] == "custom":
+            return
+        read = {"prompt", PROMPT, CONTEXT, self.args.teacher_column, *TEMPLATE_COLUMNS}
+        rows = data.with_format(None).select_columns([x for x in names if x in read])
+        for first in range(0, len(rows), _AT_A_TIME):
+            part = rows.select(range(first, min(first + _AT_A_TIME, len(rows))))
+            columns = {column: list(part[column]) for column in part.column_names}
+            prompts = columns.pop("prompt")
+            numbers = list(range(first, first + len(part)))
+            self._of(prompts, columns, numbers, [f"row {i} of {name}" for i in numbers])
+
+    def of(self, samples: Samples) -> dict[str, Any]:
+        """The columns ``teacher_prompt_ids`` and ``teachers`` of samples. Raises ValueError as
+        :meth:`check` does."""
+        places = [f"prompt {i}, {x!r:.80}," for i, x in enumerate(samples.prompts)]
+        rows = samples.prompt_rows or range(len(samples))
+        return self._of(samples.prompts, samples.columns or {}, rows, places)
+
+    def _of(
+        self,
+        prompts: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        rows: Sequence[int],
+        places: Sequence[str],
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        count = len(prompts)
+        if self.args.teacher_column is not None:
+            values = columns.get(self.args.teacher_column, [None] * count)
+            found["teachers"] = [self._number(x, y) for x, y in zip(values, places, strict=True)]
+        if PROMPT in columns or CONTEXT in columns:
+            texts, contexts = (columns.get(x, [None] * count) for x in (PROMPT, CONTEXT))
+            read = [
+                self._read(*each) for each in zip(prompts, texts, contexts, places, strict=True)
+            ]
+            found["teacher_prompt_ids"] = self._encoded(read, columns, rows, places)
+        return found
+
+    def _number(self, name: Any, where: str) -> int:
+        if name not in self.names:
+            raise ValueError(
+                f"{where}: column {self.args.teacher_column!r} names the teacher {name!r}, and "
+                f"teacher_model has {', '.join(self.names)}"
+            )
+        return self.names.index(name)
+
+    def _read(self, prompt: Any, text: Any, context: Any, where: str) -> Any:
+        """What the teacher reads in place of a prompt."""
+        if text is not None:
+            return text
+        if context is None:
+            raise ValueError(
+                f"{where} has neither {PROMPT} nor {CONTEXT}: a teacher's prompt is made of one of "
+                "them; leave both columns out where teachers read the policy's prompts"
+            )
+        if not isinstance(context, str):
+            context = "\n".join(map(content_text, context)) if is_chat(context) else str(context)
+        if isinstance(prompt, str):
+            return self._filled(prompt, context)
+        asked = [i for i, message in enumerate(prompt) if message.get("role") == "user"]
+        if not asked:
+            raise ValueError(f"{where} has no message of a user to put {CONTEXT} into")
+        last = asked[-1]
+        told = {**prompt[last], "content": self._filled(content_text(prompt[last]), context)}
+        return [*prompt[:last], told, *prompt[last + 1 :]]
+
+    def _filled(self, prompt: str, context: str) -> str:
+        # Not str.format, which would read braces of the prompt's.
+        parts = self.args.teacher_prompt_template.split("{privileged_context}")
+        return context.join(part.replace("{prompt}", prompt) for part in parts)
+
+    def _encoded(
+        self,
+        prompts: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        rows: Sequence[int],
+        places: Sequence[str],
+    ) -> list[Tensor]:
+        templates = templates_of(prompts, columns, rows, self._template)
+        names = [f"the teacher's prompt of {where}" for where in places]
+        known: dict[Any, Tensor] = {}  # groups share theirs
+        keys = [repr((x, y)) for x, y in zip(prompts, templates, strict=True)]
+        first = {key: i for i, key in reversed([*enumerate(keys)])}
+        chosen = sorted(first.values())
+        ids = ids_of_prompts(
+            [prompts[i] for i in chosen],
+            self._tokenizer,
+            [templates[i] for i in chosen],
+            [names[i] for i in chosen],
+        )
+        for i, each in zip(chosen, ids, strict=True):
+            for room in self._rooms:
+                room.check(each, names[i])
+            known[keys[i]] = each
+        return [known[key] for key in keys]
+
+
+def check_same_tokenizer(tokenizer: Any, model: Any, name: str, trusted: bool = False) -> None:
+    """Compares the policy's tokenizer with the one saved with a teacher, by the tokens that both
+    know and the ids that they give texts. A model that was not loaded from files has none to
+    compare.
+
+    Args:
+        trusted: run the Python code that the teacher's files bring.
+
+    Raises:
+        ValueError: names the first token or text that has other ids.
+    """
+    path = getattr(model.config, "name_or_path", "") or ""
+    if not path:
+        return
+    try:
+        theirs = load_tokenizer(path, trust_remote_code=trusted)
+    except (OSError, ValueError):
+        warnings.warn(
+            f"teacher {name!r}: no tokenizer is saved with {path}, so that nothing tells whether "
+            "its tokens are the policy's: save it there",
+            stacklevel=3,
+        )
+        return
+    ours, others = tokenizer.get_vocab(), {i: x for x, i in theirs.get_vocab().items()}
+    differ = [(i, token) for token, i in ours.items() if others.get(i, token) != token]
+    if differ:
+        i, token = min(differ)
+        raise ValueError(
+            f"teacher {name!r} has another tokenizer (vocab_size {len(others)}, the policy's "
+            f"{len(ours)}): {token!r} is token {i} of the policy's, and {others[i]!r} of the "
+            "teacher's. Divergences compare probabilities of the same tokens: take a teacher of "
+            "the policy's family"
+        )
+    for text, *both in zip(
+        _PROBES, *(ids_of_prompts(_PROBES, x) for x in (tokenizer, theirs)), strict=True
+    ):
+        mine, its = (ids.tolist() for ids in both)
+        if mine != its:
+            raise ValueError(
+                f"teacher {name!r} has another tokenizer: {text!r} is {mine[:8]}… to the policy's "
+                f"and {its[:8]}… to the teacher's: take a teacher of the policy's family"
+            )
+
+
+def packing_of(
+    args: Any, lowest: torch.dtype, autocast: Any, processes: Processes
+) -> tuple[Any, Any, Any, Any, Any]:
+    """The first arguments of ``Packing`` by a trainer's settings."""
+    return args.device, lowest, autocast, processes.any, lambda: args.padding_free

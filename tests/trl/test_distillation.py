@@ -1,0 +1,547 @@
+"""DistillationTrainer, and teachers beside rewards: steps against their formula for each kind of
+teacher, prompts, resumed runs, what is refused."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from fastrl import DistillationConfig, DistillationTrainer
+from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.samples import Samples
+from fastrl.trainers.groups.replay import replay
+from fastrl_kernels import reference
+from tests import tiny_models
+from tests.golden import tiny
+from tests.resuming import assert_same_run, resumed, straight
+from tests.run.test_transformers_checkpoints import At
+from tests.trainers.conftest import GRADIENT_STEP, ONE_STEP
+from tests.trl.test_online import KINDS, advantages, logprobs, small_tokens
+
+SETTINGS: dict[str, Any] = {
+    **ONE_STEP, "max_completion_length": 6, "logging_steps": 1, "gradient_checkpointing": False,
+}  # fmt: skip
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def prompts(count: int = 8, hint: bool = False, **columns: Any) -> Dataset:
+    rows = {"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(count)], **columns}
+    if hint:
+        rows["privileged_context"] = [f"w{20 + i} w{30 + i}" for i in range(count)]
+    return Dataset.from_dict(rows)
+
+
+def another(seed: int = 1, **changes: Any) -> Any:
+    """A teacher of another width."""
+    torch.manual_seed(seed)
+    return tiny_models.language_model(
+        "qwen2", 0.1 * seed, hidden_size=24, num_attention_heads=6, **changes
+    )
+
+
+def make(folder: Path, teacher: Any = None, model: Any = None, **settings: Any) -> Any:
+    own = {k: settings.pop(k) for k in ("peft_config", "eval_dataset", "tools") if k in settings}
+    data = settings.pop("train_dataset", None)
+    return DistillationTrainer(
+        tiny_models.language_model("qwen2") if model is None else model,
+        teacher,
+        args=DistillationConfig(output_dir=str(folder), **{**SETTINGS, **settings}),
+        train_dataset=prompts() if data is None else data,
+        processing_class=tiny.tokenizer(),
+        **own,
+    )
+
+
+def online(folder: Path, kind: str, teacher_model: Any = None, **settings: Any) -> Any:
+    trainer, config = KINDS[kind]
+    data = settings.pop("train_dataset", None)
+    common = {**SETTINGS, **GRADIENT_STEP, "num_generations": 4, **settings}
+    return trainer(
+        tiny_models.language_model("qwen2"),
+        small_tokens,
+        args=config(output_dir=str(folder), **common),
+        train_dataset=prompts() if data is None else data,
+        processing_class=tiny.tokenizer(),
+        teacher_model=teacher_model,
+    )
+
+
+def log_probs(model: Any, prompt: Tensor, response: Tensor, temperature: float = 1.0) -> Tensor:
+    """Of all tokens at each place of a response."""
+    ids = torch.cat([prompt, response])
+    logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def divergences(
+    student: Any, teacher: Any, of: Samples, beta: float, temperature: float = 1.0
+) -> Tensor:
+    """Of each token of the responses, in float64."""
+    found = []
+    for i, response in enumerate(of.sequences):
+        behind = of.prompt_ids if of.teacher_prompt_ids is None else of.teacher_prompt_ids
+        logp = log_probs(student, of.prompt_ids[i], response, temperature)
+        with torch.no_grad():
+            logq = log_probs(teacher, behind[i], response, temperature)
+        found.append(reference.divergence(logp, logq, beta))
+    return torch.cat(found)
+
+
+def exact(model: Any) -> Any:
+    return copy.deepcopy(model).double().eval()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("hint", [False, True])
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_a_step_follows_the_formula(
+    beta: float, hint: bool, padding_free: bool, tmp_path: Path
+) -> None:
+    teacher = another()
+    trainer = make(
+        tmp_path, teacher, beta=beta, temperature=0.7, train_dataset=prompts(hint=hint),
+        padding_free=padding_free, **GRADIENT_STEP,
+    )  # fmt: skip
+    start = exact(trainer.model)
+    trainer.train()
+    samples = trainer._generations.buffer[0]
+    assert (samples.teacher_prompt_ids is not None) == hint
+    loss = divergences(start, exact(teacher), samples, beta, 0.7).mean()
+    loss.backward()
+    found = dict(trainer.model.named_parameters())
+    for name, weight in start.named_parameters():
+        step = (weight - found[name].double()).detach()
+        rounding = 4 * torch.finfo(torch.float32).eps * weight.detach().abs().max()
+        most = float(rounding + 1e-4 * weight.grad.abs().max())
+        torch.testing.assert_close(step, weight.grad, rtol=1e-3, atol=most)
+    log = trainer.state.log_history[0]
+    assert log["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert log["divergence"] == pytest.approx(loss.item(), abs=1e-5)
+    assert log["entropy"] > 0
+    assert "reward" not in log
+
+
+def adapted(seed: int = 0, scale: float = 0.3) -> Any:
+    """A model with an adapter that was trained."""
+    torch.manual_seed(seed)
+    model = get_peft_model(tiny_models.language_model("qwen2"), LORA)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=scale)
+    return model
+
+
+def saved_adapter(folder: Path) -> str:
+    adapted(seed=7).save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_base_of_a_new_adapter_is_a_teacher_without_weights(tmp_path: Path) -> None:
+    """Behind a hint; the base's own log-probs are what the student learns."""
+    trainer = make(
+        tmp_path, peft_config=LORA, train_dataset=prompts(hint=True), **GRADIENT_STEP, beta=0.5
+    )
+    (teacher,) = trainer._teacher_models.references.values()
+    assert teacher.own_weights() == {}
+    assert teacher.model is None
+    base = exact(tiny_models.language_model("qwen2"))
+    trainer.train()
+    samples = trainer._generations.buffer[0]
+    loss = divergences(base, base, samples, 0.5).mean()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["base", "live", "ema"])
+def test_the_policys_own_weights_as_teacher(kind: str, tmp_path: Path) -> None:
+    settings = {"teacher_update_rate": 0.25, "teacher_sync_steps": 1, "max_steps": 2}
+    trainer = make(
+        tmp_path, teacher_model_kind=kind, train_dataset=prompts(hint=True), beta=1.0,
+        **{**GRADIENT_STEP, **settings},
+    )  # fmt: skip
+    begin = exact(trainer.model)
+    then: list[Any] = []
+    trainer.add_callback(At("on_step_end", 1, lambda: then.append(exact(trainer.model))))
+    trainer.train()
+    (student,) = then
+    teacher = {"base": begin, "live": student}.get(kind)
+    if teacher is None:
+        teacher = copy.deepcopy(begin)
+        for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+            mine.data.lerp_(theirs.data, 0.25)
+    loss = divergences(student, teacher, trainer._generations.buffer[0], 1.0).mean()
+    assert trainer.state.log_history[1]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_another_adapter_on_the_same_base(tmp_path: Path) -> None:
+    trainer = make(tmp_path, saved_adapter(tmp_path / "teacher"), peft_config=LORA, **GRADIENT_STEP)
+    (teacher,) = trainer._teacher_models.references.values()
+    assert teacher.model is None
+    trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
+    assert trained
+    assert not any("fastrl_teacher" in name for name in trained)
+    trainer.train()
+    samples = trainer._generations.buffer[0]
+    base = exact(tiny_models.language_model("qwen2"))
+    loss = divergences(base, exact(adapted(seed=7)), samples, 1.0).mean()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_a_teacher_in_host_memory_is_the_same_teacher(tmp_path: Path) -> None:
+    losses = []
+    for place in ("device", "host"):
+        trainer = make(tmp_path / place, another(), teacher_placement=place, max_steps=2)
+        trainer.train()
+        losses.append([x["loss"] for x in trainer.state.log_history[:2]])
+    assert losses[0] == losses[1]
+
+
+def test_several_teachers_chosen_by_a_column(tmp_path: Path) -> None:
+    teachers = {"a": another(1), "b": another(2)}
+    names = ["a", "b", "b", "a"] * 2
+    trainer = make(
+        tmp_path, teachers, train_dataset=prompts(of=names), teacher_column="of", **GRADIENT_STEP
+    )
+    start = exact(trainer.model)
+    trainer.train()
+    samples = trainer._generations.buffer[0]
+    of_each = []
+    for i, number in enumerate(samples.teachers):
+        teacher = exact(teachers["ab"[number]])
+        of_each.append(divergences(start, teacher, samples.select([i]), 1.0))
+    assert {0, 1} == set(samples.teachers)
+    loss = torch.cat(of_each).mean()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["model", "host", "base", "live", "ema", "adapter", "several"])
+def test_a_killed_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
+    adapter = saved_adapter(tmp_path / "teacher")
+
+    def of(folder: Path) -> Any:
+        settings: dict[str, Any] = {
+            "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3,
+            "train_dataset": prompts(hint=True), "gradient_accumulation_steps": 2,
+            "teacher_sync_steps": 2,
+        }  # fmt: skip
+        teacher: Any = None
+        if kind in ("model", "host"):
+            teacher = another()
+            settings["teacher_placement"] = "host" if kind == "host" else "device"
+        elif kind == "adapter":
+            teacher, settings["peft_config"] = adapter, LORA
+        elif kind == "several":
+            teacher = {"a": another(1), "b": another(2)}
+            settings["train_dataset"] = prompts(hint=True, of=["a", "b"] * 4)
+            settings["teacher_column"] = "of"
+        else:
+            settings["teacher_model_kind"] = kind
+        return make(folder, teacher, **settings)
+
+    whole = straight(of, tmp_path / "whole")
+    part = resumed(of, tmp_path / "part", tmp_path / "whole" / "checkpoint-3")
+    assert_same_run(part, whole)
+
+
+# Beside rewards.
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("grpo", {}),
+    ("grpo", {"loss_type": "grpo", "beta": 0.1}),
+    ("grpo", {"use_bias_correction_kl": True, "beta": 0.1, "num_iterations": 2}),
+    ("rloo", {"beta": 0.0}),
+])  # fmt: skip
+def test_a_teacher_beside_rewards_adds_its_term(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """To a step without it, the gradient of coef·Σ v·D / D."""
+    teacher, steps = another(), []
+    for coef in (0.0, 0.25):
+        given = {"teacher_model": teacher, "teacher_kl_coef": coef, "teacher_beta": 0.5}
+        trainer = online(tmp_path / str(coef), kind, **(given if coef else {}), **settings)
+        start = exact(trainer.model)
+        trainer.train()
+        after = dict(trainer.model.named_parameters())
+        steps.append({n: (p - after[n].double()).detach() for n, p in start.named_parameters()})
+    samples = trainer._generations.buffer[0]
+    values = divergences(start, exact(teacher), samples, 0.5)
+    if settings.get("loss_type") == "grpo" or kind == "rloo":
+        lengths = [len(x) for x in samples.sequences]
+        term = torch.stack([x.mean() for x in values.split(lengths)]).mean()
+    else:
+        term = values.mean()
+    (0.25 * term).backward()
+    for name, weight in start.named_parameters():
+        torch.testing.assert_close(
+            steps[1][name] - steps[0][name], weight.grad, rtol=2e-3, atol=2e-6, msg=name
+        )
+    log = trainer.state.log_history[0]
+    assert log["divergence"] == pytest.approx(values.mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("hint", [False, True])
+def test_a_teacher_in_the_reward(kind: str, hint: bool, tmp_path: Path) -> None:
+    """Of each token, or of the response: -coef·(log π - log π_teacher), as it was sampled."""
+    teacher = another()
+    trainer = online(
+        tmp_path, kind, teacher, teacher_kl_coef=0.5, teacher_kl_in="reward", beta=0.0,
+        train_dataset=prompts(hint=hint),
+    )  # fmt: skip
+    start = exact(trainer.model)
+    trainer.train()
+    samples = trainer._generations.buffer[0]
+    behind = samples.teacher_prompt_ids if hint else samples.prompt_ids
+    own, theirs = [], []
+    for i, response in enumerate(samples.sequences):
+        own.append(logprobs(start, samples, i))
+        with torch.no_grad():
+            log_q = log_probs(exact(teacher), behind[i], response)
+        theirs.append(log_q.gather(1, response[:, None])[:, 0])
+    apart = [x.detach() - y for x, y in zip(own, theirs, strict=True)]
+    rewards = torch.tensor(small_tokens([x.tolist() for x in samples.sequences])).double()
+    if kind == "rloo":
+        taken = rewards - 0.5 * torch.stack([x.sum() for x in apart])
+        loss = -(torch.stack([x.sum() for x in own]) * advantages(taken, "rloo")).mean()
+    else:
+        of_group = advantages(rewards, "grpo")
+        each = [-(a - 0.5 * d) * x for a, d, x in zip(of_group, apart, own, strict=True)]
+        loss = torch.cat(each).mean()
+    loss.backward()
+    after = dict(trainer.model.named_parameters())
+    for name, weight in start.named_parameters():
+        step = (weight - after[name].double()).detach()
+        torch.testing.assert_close(step, weight.grad, rtol=2e-3, atol=2e-6, msg=name)
+    found = trainer.state.log_history[0]["teacher_kl"]
+    assert found == pytest.approx(torch.cat(apart).mean().item(), abs=1e-5)
+
+
+def test_models_of_two_dtypes_and_autocast(tmp_path: Path) -> None:
+    """Each head computes in its own dtype; under autocast both do in bf16."""
+    losses = {}
+    for name, teacher, settings in (
+        ("fp32", another(), {}),
+        ("bf16 teacher", another().bfloat16(), {}),
+        ("autocast", another(), {"bf16": True}),
+    ):
+        trainer = make(tmp_path / name, teacher, train_dataset=prompts(hint=True), **settings)
+        trainer.train()
+        losses[name] = trainer.state.log_history[0]["loss"]
+    for name in ("bf16 teacher", "autocast"):
+        assert losses[name] == pytest.approx(losses["fp32"], rel=0.03)
+        assert losses[name] != losses["fp32"]
+
+
+def test_the_run_folder_tells_of_teachers(tmp_path: Path) -> None:
+    trainer = make(
+        tmp_path,
+        {"a": another(1), "b": another(2)},
+        teacher_column="of",
+        train_dataset=prompts(of=["a", "b"] * 4),
+        save_strategy="steps",
+        save_steps=1,
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
+    assert "on-policy distillation" in card
+    assert "a, b" in card
+    with pytest.raises(BadCheckpoint, match="make the trainer with the teachers that the run"):
+        make(
+            tmp_path,
+            {"a": another(1), "b": another(3)},
+            teacher_column="of",
+            train_dataset=prompts(of=["a", "b"] * 4),
+            max_steps=2,
+        ).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("form", ["alone", "reward"])
+def test_a_sample_of_the_past_is_drawn_again(form: str, tmp_path: Path) -> None:
+    """From the run's beginning, so that the walk learns of the teacher again, behind its hints."""
+    settings: dict[str, Any] = {
+        "ledger": True, "max_steps": 3, "learning_rate": 1e-2, "train_dataset": prompts(hint=True),
+    }  # fmt: skip
+
+    def learning(folder: Path) -> Any:
+        if form == "alone":
+            return make(folder, another(), **settings)
+        beside = {"teacher_kl_coef": 0.5, "teacher_kl_in": "reward"}
+        return online(folder, "grpo", another(), **settings, **beside)
+
+    learning(tmp_path / "run").train()
+    found = replay(learning(tmp_path / "other"), tmp_path / "run", 3)
+    assert found.begun_at == 0
+    assert found.identical, found.samples[0].differences()
+    assert found.strayed is None
+
+
+def test_the_loss_of_a_batch_as_trl_lays_it_out(tmp_path: Path) -> None:
+    teacher = another()
+    trainer = make(tmp_path, teacher, beta=0.3)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 97, (2, 9), generator=generator)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    tools = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    batch = {
+        "prompt_ids": ids[:, :4], "prompt_mask": torch.ones(2, 4, dtype=torch.long),
+        "completion_ids": ids[:, 4:], "completion_mask": mask, "tool_mask": tools,
+    }  # fmt: skip
+    student, found = exact(trainer.model), []
+    for i, length in enumerate([5, 3]):
+        rows = [ids[i, :4], ids[i, 4 : 4 + length]]
+        logp, logq = log_probs(student, *rows), log_probs(exact(teacher), *rows)
+        found.append(reference.divergence(logp, logq, 0.3)[tools[i, :length].bool()])
+    loss = trainer.compute_loss(trainer.model, batch)
+    assert loss.item() == pytest.approx(torch.cat(found).mean().item(), abs=1e-6)
+    whole = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(14))
+    assert whole.item() == pytest.approx(loss.item() / 2, rel=1e-6)
+
+
+# What is refused, before anything is trained.
+
+
+def other_tokenizer(folder: Path) -> Any:
+    """A teacher saved with a tokenizer of the same size, two of whose words are swapped."""
+    tokenizer = tiny.tokenizer()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    vocabulary["w5"], vocabulary["w6"] = vocabulary["w6"], vocabulary["w5"]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    another().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def of_another(_: Path) -> Any:
+    return another()
+
+
+def long_hint(_: Path) -> dict[str, Any]:
+    context = [" ".join(["w9"] * 60) if i == 3 else "w9" for i in range(8)]
+    return {"train_dataset": prompts(privileged_context=context)}
+
+
+@pytest.mark.parametrize(("teacher", "settings", "said"), [
+    (other_tokenizer, {}, "'w5' is token 5 of the policy's, and 'w6' of the teacher"),
+    (of_another, long_hint, "the teacher's prompt of row 3 of train_dataset has 6. tokens"),
+    (lambda _: another(vocab_size=90), {}, "a head has 90 rows, and the tokenizer 97 tokens"),
+    (None, {}, r"the policy itself \(teacher_model_kind='base'\) behind the same prompts"),
+    (None, {"teacher_model_kind": "live"}, "nothing to learn of it: give the data a column"),
+    (of_another, {"beta": 1.5}, "beta"),
+    (of_another, {"beta": -0.1}, "beta"),
+    (lambda _: {"a": another()}, {}, "and teacher_column, the column, go together"),
+    (of_another, {"teacher_column": "of"}, "and teacher_column, the column, go together"),
+    (lambda _: {"a": another()},
+     lambda _: {"teacher_column": "of", "train_dataset": prompts(of=["a"] * 7 + ["c"])},
+     "row 7 of train_dataset: column 'of' names the teacher 'c', and teacher_model has a"),
+    (of_another, lambda _: {"train_dataset": prompts(privileged_context=["w3"] * 7 + [None])},
+     "row 7 of train_dataset has neither teacher_prompt nor privileged_context"),
+    (of_another, {"teacher_prompt_template": "{prompt}"}, r"has no \{privileged_context\}"),
+    (of_another, {"fp16": True}, "fp16=True scales the loss"),
+    (of_another, {"teacher_kl_coef": 0.5}, "teacher_kl_coef=0.5 is not supported by Distillation"),
+    (of_another, {"teacher_model_init_kwargs": {"dtype": "bfloat16"}}, "is loaded already"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(teacher: Any, settings: Any, said: str, tmp_path: Path) -> None:
+    def settled(x: Any) -> Any:
+        return x(tmp_path / "teacher") if callable(x) else x
+
+    with pytest.raises((ValueError, TypeError), match=said):
+        make(tmp_path / "run", settled(teacher), **settled(settings))
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+
+
+def test_a_reward_of_tokens_does_not_go_with_ratios_of_responses(tmp_path: Path) -> None:
+    settings = {"teacher_kl_coef": 1.0, "teacher_kl_in": "reward"}
+    with pytest.raises(ValueError, match="gives each token an advantage of its own"):
+        online(tmp_path, "grpo", another(), importance_sampling_level="sequence", **settings)
+
+
+def test_a_teacher_without_a_coefficient_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="teacher_kl_coef is 0, so that nothing is learned of it"):
+        online(tmp_path, "grpo", another())
+
+
+def test_nothing_is_learned_of_a_teacher_where_it_has_no_numbers(tmp_path: Path) -> None:
+    """It breaks on one word, which one of the prompts has."""
+    teacher = another()
+    with torch.no_grad():
+        teacher.get_input_embeddings().weight[12].fill_(torch.nan)
+    data = Dataset.from_dict({"prompt": ["w3 w4", "w12 w4", "w5 w4", "w6 w4"]})
+    trainer = make(tmp_path, teacher, train_dataset=data, shuffle_dataset=False, padding_free=False)
+    with pytest.warns(UserWarning, match="are not finite in 1 of 4 responses of a pass"):
+        trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_rewards_are_without_a_teacher_that_has_no_numbers(kind: str, tmp_path: Path) -> None:
+    """Its responses are left out; the advantages of the others have the teacher's part."""
+    teacher = another()
+    with torch.no_grad():
+        teacher.get_input_embeddings().weight[12].fill_(torch.nan)
+    data = Dataset.from_dict({"prompt": ["w3 w4", "w12 w4", "w5 w4", "w6 w4"]})
+    settings: dict[str, Any] = {
+        "shuffle_dataset": False, "padding_free": False, "beta": 0.0,
+        "per_device_train_batch_size": 16,
+    }  # fmt: skip
+
+    def trained(**of_teacher: Any) -> Samples:
+        trainer = online(tmp_path, kind, train_dataset=data, **settings, **of_teacher)
+        trainer.train()
+        assert all(p.isfinite().all() for p in trainer.model.parameters())
+        return trainer._generations.buffer[0]
+
+    alone = trained()
+    coefficient = {"teacher_kl_coef": 0.5, "teacher_kl_in": "reward"}
+    with pytest.warns(UserWarning, match="log-probs that are not finite in") as warned:
+        beside = trained(teacher_model=teacher, **coefficient)
+    pairs = zip(beside.prompt_ids, beside.sequences, strict=True)
+    broken = [12 in prompt or 12 in response for prompt, response in pairs]
+    assert 4 <= sum(broken) < 16
+    assert f"in {sum(broken)} of 16 responses" in str(warned[0].message)
+    assert [not mask.any() for mask in beside.learned] == broken
+    if kind == "rloo":
+        others = ~torch.tensor(broken)
+        assert (beside.advantages != alone.advantages)[others].all()
+        assert not beside.advantages[~others].any()
+    else:
+        assert [bool(x.any()) for x in beside.token_advantages] == [not out for out in broken]
+
+
+def test_a_prompt_that_several_responses_share_is_read_once_by_each_side(tmp_path: Path) -> None:
+    """Positions of both models, counted by hooks: packed, without a position for padding."""
+    teacher = another()
+    seen: dict[str, int] = {}
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(_: Any, args: Any, kwargs: Any) -> None:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            seen[name] = seen.get(name, 0) + ids.numel()
+
+        return hook
+
+    trainer = make(
+        tmp_path, teacher, train_dataset=prompts(4, hint=True), num_generations=4, padding_free=True
+    )
+    trainer.train()  # chooses packing, and heads
+    for name, model in (("student", trainer.model), ("teacher", teacher)):
+        model.model.register_forward_pre_hook(count(name), with_kwargs=True)
+    samples = trainer._generations.buffer[0]
+    passes = trainer._passes(trainer.model, samples, "train")
+    seen.clear()
+    loss = trainer.compute_loss(trainer.model, passes[0])
+    assert loss.isfinite()
+    responses = sum(map(len, samples.sequences))
+    assert seen["student"] == len(samples.prompt_ids[0]) + responses
+    assert seen["teacher"] == len(samples.teacher_prompt_ids[0]) + responses
