@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import models, test_grpo, test_training, worker
-from benchmarks.cases import OURS, Case
+from benchmarks.cases import OURS, Case, Goal
 from benchmarks.environments import TRL
 from benchmarks.harness import Measurement, Run
+from benchmarks.models import PRECISION, Model
 from benchmarks.products import of_head, roofs, without_bf16
 from benchmarks.test_grpo import Step, moved_otherwise
 from benchmarks.test_training import Data
@@ -40,8 +41,29 @@ class DPOScript(Data):
         return f"{super().what}; {_BY_NAME}"
 
 
+@dataclasses.dataclass(frozen=True)
+class DistillationScript(worker.WorkerShape):
+    """A student, a teacher of another width, and responses to prompts: lengths in tokens."""
+
+    model: Model
+    teacher_width: int = 512
+    prompt: int = 16
+    completion: int = 48
+    batch: int = 16
+    beta: float = 1.0
+
+    @property
+    def what(self) -> str:
+        return (
+            f"{self.model}, {PRECISION[self.model.dtype]}, a teacher of width "
+            f"{self.teacher_width}: {self.batch} responses of {self.completion} tokens to prompts "
+            f"of {self.prompt}, β = {self.beta}, one update; {_BY_NAME}; generation is from "
+            "prompts to texts"
+        )
+
+
 def cases(run: Run) -> list[Case]:
-    """GRPO on short and long prompts, DPO by how the reference is kept."""
+    """GRPO on short and long prompts, DPO by how the reference is kept, distillation."""
     small = dataclasses.replace(models.SMALL, context=1024)
     half = dataclasses.replace(small, dtype="bf16")
     steps = [GRPOScript(model, prompt) for model in (small, half) for prompt in (16, 256)]
@@ -62,6 +84,25 @@ def cases(run: Run) -> list[Case]:
         Case("scripts", "GRPO", label, step.what, step, seconds=1.0 if run.toy else 180.0)
         for label, step in zip(labels, steps, strict=True)
     ]
+    distilled = DistillationScript(models.SMALL)
+    if run.toy:
+        distilled = DistillationScript(models.TOY, 64, 6, 5, 4)
+    goals = (
+        Goal("speedup", 3.0, against=TRL),
+        Goal("memory share", 0.4, against=TRL),
+        Goal("speedup", 1.2, against=TRL, phase="update"),
+    )
+    found.append(
+        Case(
+            "scripts",
+            "distillation",
+            f"prompts of {distilled.prompt} tokens",
+            distilled.what,
+            distilled,
+            goals,
+            seconds=1.0 if run.toy else 180.0,
+        )
+    )
     return found + [
         Case(
             "scripts",
@@ -85,6 +126,8 @@ def test_script(measurement: Measurement, case: Case, run: Run, python: Path) ->
         pytest.skip(run.leave(case, why))
     if isinstance(case.of, DPOScript):
         test_training.measure(measurement, case.of, python)
+    elif isinstance(case.of, DistillationScript):
+        measure_distillation(measurement, case.of, python)
     else:
         measure(measurement, case.of, python)
 
@@ -109,6 +152,21 @@ def measure(measurement: Measurement, step: GRPOScript, python: Path) -> None:
         taken = statistics.median(side["seconds"]["generation"])
         side["facts"]["generated tokens/s"] = tokens / taken
     measurement.run.save(measurement.case.benchmark)
+
+
+def measure_distillation(measurement: Measurement, step: DistillationScript, python: Path) -> None:
+    """Gate, memory, then turns of both sides."""
+    measurement.entry["units"] = ["tokens", step.batch * step.completion]
+    with worker.pair(
+        measurement, TRL, python, "distill_script", step.shape, optimizer="sgd"
+    ) as workers:
+        moved = [side.ask("check")["moved"] for side in workers.values()]
+    if wrong := list(moved_otherwise(*moved)):
+        measurement.refuse("by two steps of gradient descent: " + "; ".join(wrong))
+    with worker.pair(measurement, TRL, python, "distill_script", step.shape) as workers:
+        for side in workers.values():
+            side.ask("turn")  # makes Adam's state
+        worker.turns_with_memory(measurement, workers)
 
 
 def _workers(measurement: Measurement, shape: dict, python: Path, optimizer: str = "adam"):

@@ -33,6 +33,7 @@ SIDES = {
     "dpo": ("training", "DPOSide"),
     "grpo": ("grpo", "GRPOSide"),
     "grpo_script": ("grpo", "GRPOScriptSide"),
+    "distill_script": ("distillation", "DistillationSide"),
     "dpo_script": ("training", "DPOScriptSide"),
     "rollout": ("rollout", "RolloutSide"),
 }
