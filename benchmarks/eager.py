@@ -6,6 +6,8 @@ formula's named outputs are those of the op; what it computes besides is left ou
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,6 +64,35 @@ def linear_ppo_loss(
     if entropy:
         outputs["entropy"] = (found["entropies"].detach() * mask).sum() / denominator
     return outputs
+
+
+def linear_kl_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    denominator: float,
+    mask: Tensor | None = None,
+    beta: float = 1.0,
+) -> Results:
+    """All logits of both at once, two log-softmaxes and F.kl_div; between the ends the mixture's
+    log-probs by logsumexp, as TRL's GKDTrainer."""
+    logp = F.log_softmax(F.linear(hidden, weight).float(), dim=-1)
+    logq = F.log_softmax(F.linear(teacher_hidden, teacher_weight).float(), dim=-1)
+
+    def kl(log_of: Tensor, log_to: Tensor) -> Tensor:
+        return F.kl_div(log_to, log_of, log_target=True, reduction="none").sum(-1)
+
+    if beta in (0, 1):
+        values = kl(logp, logq) if beta else kl(logq, logp)
+    else:
+        both = torch.stack([logp + math.log1p(-beta), logq + math.log(beta)])
+        logm = torch.logsumexp(both, dim=0)
+        values = beta * kl(logq, logm) + (1 - beta) * kl(logp, logm)
+    return {
+        "loss": (values if mask is None else torch.where(mask, values, 0.0)).sum() / denominator
+    }
 
 
 def clipped_loss(

@@ -164,6 +164,22 @@ def trl_chunked_loss(shape: Shape, device: torch.device) -> Peer:
     return Peer(call, "ChunkedLogProbFunction, then the loss")
 
 
+def trl_divergence(shape: Shape, device: torch.device) -> Peer:
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    def call(
+        hidden: Tensor, weight: Tensor, labels: Tensor, teacher_hidden: Tensor,
+        teacher_weight: Tensor, denominator: float, mask: Tensor | None = None,
+    ) -> Results:  # fmt: skip
+        if mask is not None:  # as TRL picks the tokens that count
+            hidden, teacher_hidden = hidden[mask], teacher_hidden[mask]
+        heads = hidden, weight, None, teacher_hidden, teacher_weight, None
+        values, _ = ChunkedDivergenceFunction.apply(*heads, shape.beta)
+        return {"loss": values.sum() / denominator}
+
+    return Peer(call, "ChunkedDivergenceFunction")
+
+
 def liger_linear(shape: Shape, device: torch.device) -> Peer:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 

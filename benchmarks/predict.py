@@ -166,14 +166,16 @@ def count(shape: Shape, started: Started) -> dict[str, Any]:
             "what": work.what,
             **({"in one pass": True} if shape.hidden else {}),
         }
-    entropy = {"entropy": True} if shape.entropy != "off" else {}
+    options = {"entropy": True} if shape.entropy != "off" else {}
+    options |= {"teacher": shape.teacher, "beta": shape.beta} if shape.teacher else {}
     counts = counted(
         shape.op, shape.rows, shape.hidden, shape.vocabulary, DTYPES[shape.dtype], shape.head,
-        **entropy,
+        **options,
     )  # fmt: skip
     # The small call has other chunks, and products of this CPU's library with its casts, but the
     # same kernels on values per token.
-    per_token = sum("lm_head" not in name for name in started.kernels)
+    of_logits = ("lm_head", "divergence")
+    per_token = sum(not any(x in name for x in of_logits) for name in started.kernels)
     return {
         "bytes": counts.beside,
         "forward bytes": counts.beside,
@@ -256,7 +258,7 @@ class _Watch(TorchDispatchMode):
 def _smallest(shape: Shape) -> Shape:
     if shape.hidden:
         few = {"rows": _HEAD_ROWS, "hidden": _HEAD_WIDTH, "vocabulary": _HEAD_VOCABULARY}
-        return dataclasses.replace(shape, **few)
+        return dataclasses.replace(shape, **few, teacher=min(shape.teacher, _HEAD_WIDTH))
     if shape.vocabulary or shape.attention:
         return dataclasses.replace(shape, rows=_FEW_ROWS)
     return shape

@@ -8,7 +8,10 @@ from typing import Any
 
 from benchmarks.timing import DTYPES
 
-DIFFERENTIABLE = ("token_logprobs", "linear_logprobs", "linear_ppo_loss", "full_kl", "ppo_loss")
+DIFFERENTIABLE = (
+    *("token_logprobs", "linear_logprobs", "linear_ppo_loss", "linear_kl_loss", "full_kl"),
+    "ppo_loss",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Shape:
     whiten: bool = False
     attention: Attention | None = None
     sampling: str = ""  # what cuts a draw, by its name in `benchmarks.ops.logits.CUTS`
+    teacher: int = 0  # the width of a teacher's hidden states
+    beta: float = 1.0  # of the divergence from it
     threads: int = 0  # 0: those of the session
 
     @classmethod
@@ -71,6 +76,7 @@ class Shape:
         parts = [f"[{self.rows}, {self.steps}]" if self.steps else f"N={self.rows}"]
         parts += [self.attention.label] if self.attention else []
         parts += [f"H={self.hidden}"] if self.hidden else []
+        parts += [f"H'={self.teacher} β={self.beta:g}"] if self.teacher else []
         parts += [f"V={self.vocabulary}"] if self.vocabulary else []
         parts.append(self.dtype)
         parts += [f"active={self.active:g}"] if self.active != 1 else []

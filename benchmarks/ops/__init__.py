@@ -25,6 +25,7 @@ OPS = {
     "linear_ppo_loss": head.LINEAR_PPO_LOSS,
     "linear_nll_loss": head.LINEAR_NLL_LOSS,
     "linear_kl": head.LINEAR_KL,
+    "linear_kl_loss": head.LINEAR_KL_LOSS,
     "full_kl": logits.FULL_KL,
     "kl_penalty": tokens.KL_PENALTY,
     "kl_rewards": tokens.KL_REWARDS,
@@ -115,12 +116,14 @@ def least_products(shape: Shape) -> list[Product]:
     """The matrix products of an op with a head, on the rows that count."""
     rows = max(1, round(shape.active * shape.rows))
     flops = 2.0 * shape.active * shape.rows * shape.vocabulary * shape.hidden
-    count = round(work(shape).flops / flops)
+    of_teacher = [Product(rows, shape.teacher, shape.vocabulary)] if shape.teacher else []
+    count = round(work(shape).flops / flops - shape.teacher / shape.hidden)
     backward = [Product(rows, shape.vocabulary, shape.hidden)] if shape.backward else []
     if shape.backward and shape.head == "trained":
         backward.append(Product(shape.vocabulary, rows, shape.hidden))
     # The forward one comes again where backward computes its logits anew.
-    return [Product(rows, shape.hidden, shape.vocabulary, count - len(backward)), *backward]
+    logits = Product(rows, shape.hidden, shape.vocabulary, count - len(backward))
+    return [logits, *of_teacher, *backward]
 
 
 def compiled() -> Iterator[tuple[str, Compiled]]:

@@ -1,7 +1,9 @@
-"""Ops that fuse the LM head [V, H]: linear_logprobs, linear_ppo_loss, linear_nll_loss."""
+"""Ops that fuse the LM head [V, H]: linear_logprobs, linear_ppo_loss, linear_nll_loss, linear_kl
+and linear_kl_loss."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -25,7 +27,7 @@ from benchmarks.ops.inputs import (
     normal,
     upstream,
 )
-from benchmarks.ops.record import HOPPER, MIB, Compiled, Expect, Op, Work
+from benchmarks.ops.record import HOPPER, MIB, Compiled, Expect, Op, Sizes, Work
 from benchmarks.shapes import Shape
 from benchmarks.timing import DTYPES
 from fastrl_kernels import reference
@@ -281,6 +283,71 @@ def _compiled_linear_nll_loss() -> Iterator[Compiled]:
     yield from _compiled_losses(call, {"": {}, "softcap": {"softcap": 30.0}}, {})
 
 
+def _linear_kl_loss(
+    shape: Shape, generator: torch.Generator, backend: str, pick_rows: bool
+) -> Problem:
+    head = _head(shape, generator)
+    teacher = _head(dataclasses.replace(shape, hidden=shape.teacher), generator)
+    given: dict[str, Any] = {f"teacher_{name}": teacher[name] for name in ("hidden", "weight")}
+    rows = None
+    if shape.active != 1:
+        mask = given["mask"] = flags(generator, shape.rows, share=shape.active)
+        rows = mask.nonzero().squeeze(-1) if pick_rows else None
+    by_row = frozenset({"hidden", "labels", "mask", "teacher_hidden"})
+
+    def ours(
+        weight: Tensor, teacher_weight: Tensor, denominator: float, **by_row: Tensor
+    ) -> Results:
+        if rows is not None:
+            by_row = {name: x[rows] for name, x in by_row.items() if name != "mask"}
+        teacher = kernels.TeacherHead(by_row.pop("teacher_hidden"), teacher_weight)
+        loss, _ = kernels.linear_kl_loss(
+            weight=weight, teacher=teacher, beta=shape.beta, denominator=denominator,
+            backend=backend, **by_row,
+        )  # fmt: skip
+        return {"loss": loss}
+
+    def exact(
+        hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+        denominator: float, labels: Tensor, mask: Tensor | None = None,
+    ) -> Results:  # fmt: skip
+        log_p, log_q = (
+            (x @ w.T).log_softmax(-1)
+            for x, w in ((hidden, weight), (teacher_hidden, teacher_weight))
+        )
+        values = reference.divergence(log_p, log_q, shape.beta)
+        values = values if mask is None else torch.where(mask, values, 0.0)
+        return {"loss": values.sum() / denominator}
+
+    return Problem(
+        {**head, **given, "denominator": shape.active * shape.rows},
+        ours=ours,
+        eager=partial(eager.linear_kl_loss, beta=shape.beta),
+        exact=exact,
+        wrt=_leaves(shape),
+        upstream={"loss": torch.ones(())},
+        by_row=by_row,
+        row_bytes=16 * shape.vocabulary,
+    )
+
+
+def _kl_work(shape: Shape) -> Work:
+    count = 3 - (shape.head == "frozen") if shape.backward else 1
+    width = count * shape.hidden + shape.teacher
+    flops = 2.0 * shape.active * shape.rows * shape.vocabulary * width
+    nbytes = shape.vocabulary * width * shape.itemsize
+    return Work(nbytes, flops, f"{count} GEMMs of N·V·H, one of N·V·H'")
+
+
+def _checked_kl(sizes: Sizes) -> Iterator[Shape]:
+    """Each divergence, of a teacher that is twice as wide."""
+    betas = (1.0, 0.0, 0.5, 0.3, 1.0)
+    for beta, shape in zip(
+        betas, checked_rows("linear_kl_loss", active=0.5, hidden=True)(sizes), strict=False
+    ):
+        yield dataclasses.replace(shape, teacher=2 * shape.hidden, beta=beta)
+
+
 def _compiled_linear_kl() -> Iterator[Compiled]:
     """Each divergence, against a teacher of the other dtype and width; and K tokens' log-probs."""
 
@@ -317,6 +384,17 @@ def _compiled_linear_kl() -> Iterator[Compiled]:
     yield from _compiled_losses(call, options, {})
 
 
+def _compiled_linear_kl_loss() -> Iterator[Compiled]:
+    def call(dtype: torch.dtype, vocabulary: int, options: dict[str, Any]) -> None:
+        heads = (torch.zeros(n, COMPILED_WIDTH, dtype=dtype) for n in (COMPILED_ROWS, vocabulary))
+        loss, _ = kernels.linear_kl_loss(
+            **_compiled_inputs(dtype, vocabulary), teacher=kernels.TeacherHead(*heads), **options
+        )
+        loss.backward()
+
+    yield from _compiled_losses(call, {"": {}, "mixed": {"beta": 0.5, "entropy": True}}, {})
+
+
 def _compiled_losses(
     call: Callable[..., None], options: dict[str, dict[str, Any]], others: dict[str, Expect]
 ) -> Iterator[Compiled]:
@@ -351,3 +429,28 @@ LINEAR_PPO_LOSS = Op(
 )
 LINEAR_NLL_LOSS = Op(compiled=_compiled_linear_nll_loss)
 LINEAR_KL = Op(compiled=_compiled_linear_kl)
+_OF_BOTH = {"vocabulary": 50257, "hidden": 256, "teacher": 512, "threads": 2}
+LINEAR_KL_LOSS = Op(
+    problem=_linear_kl_loss,
+    work=_kl_work,
+    main={
+        "cpu": [
+            (
+                Shape("linear_kl_loss", 1024, beta=beta, **_OF_BOTH),
+                (
+                    Goal("speedup", 1.25),
+                    Goal("memory share", 1 / 8),
+                    Goal("memory share", 1 / 8, against="trl"),
+                ),
+            )
+            for beta in (1.0, 0.5)
+        ],
+        "cuda": [
+            (Shape("linear_kl_loss", 4096, teacher=8192, beta=beta, **_CUDA), ())
+            for beta in (1.0, 0.5)
+        ],
+    },
+    checked=_checked_kl,
+    compiled=_compiled_linear_kl_loss,
+    peers={"trl": peers.trl_divergence},
+)

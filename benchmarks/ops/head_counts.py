@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_iter
 import fastrl_kernels as kernels
 from benchmarks.ops.record import MIB
 from fastrl_kernels.dispatch import standing_for
+from fastrl_kernels.divergence import PlannedDivergence
 from fastrl_kernels.lm_head import PlannedHead
 
 aten = torch.ops.aten
@@ -111,9 +113,10 @@ class _Counter(TorchDispatchMode):
             counts.sums += out.nbytes * (1 + adds)
         return out
 
-    def launched(self, x: Tensor, passes: int) -> None:
+    def launched(self, *moved: Tensor) -> None:
+        """Notes a launch that reads or writes each of these once."""
         self.counts.launches += 1
-        self.counts.beside += passes * x.numel() * x.element_size()
+        self.counts.beside += sum(x.numel() * x.element_size() for x in moved)
 
     def _note(self, result: Any) -> None:
         for x in tree_iter(result):
@@ -150,27 +153,44 @@ def _distinct(tensors: list[Tensor]) -> list[Tensor]:
     return list({id(x): x for x in tensors}.values())
 
 
+def _replaced(kind: type, methods: dict[str, Callable[..., None]]) -> Any:
+    return mock.patch.multiple(kind, **{k: staticmethod(v) for k, v in methods.items()})
+
+
 @contextmanager
 def _counting(inputs: list[Tensor], rows: int) -> Iterator[_Counter]:
     counter = _Counter(inputs, rows)
 
     def statistics(x: Tensor, *_: Any, **__: Any) -> None:
-        counter.launched(x, 1)
+        counter.launched(x)
 
     def gradients_(x: Tensor, *_: Any, **__: Any) -> None:
-        counter.launched(x, 2)
+        counter.launched(x, x)
 
     def scale_(x: Tensor, factor: Tensor) -> None:
-        counter.launched(factor, 1)  # of 1, as after a plain backward
+        counter.launched(factor)  # of 1, as after a plain backward
 
-    replaced = {"statistics": statistics, "gradients_": gradients_, "scale_": scale_}
+    def compared(x: Tensor, y: Tensor, *_: Any, **__: Any) -> None:
+        counter.launched(x, y)
+
+    def of_both_(x: Tensor, y: Tensor, *_: Any, **__: Any) -> None:
+        counter.launched(x, y, x)
+
+    of_head = {"statistics": statistics, "gradients_": gradients_, "scale_": scale_}
+    of_divergence = {"score": compared, "gradients_": of_both_}
     with (
         standing_for("cuda"),
         mock.patch("torch.autocast", return_value=nullcontext()),  # has no meta device
-        mock.patch.multiple(PlannedHead, **{k: staticmethod(v) for k, v in replaced.items()}),
+        _replaced(PlannedHead, of_head),
+        _replaced(PlannedDivergence, of_divergence),
         counter,
     ):
         yield counter
+
+
+def _against_teacher(op: Callable[..., Any], *given: Tensor, **options: Any) -> Any:
+    *student, hidden, weight = given
+    return op(*student, kernels.TeacherHead(hidden, weight), **options)
 
 
 def counted(
@@ -180,14 +200,16 @@ def counted(
     vocabulary: int,
     dtype: torch.dtype = torch.bfloat16,
     head: str = "trained",
+    teacher: int = 0,
     **options: Any,
 ) -> HeadCounts:
-    """Counts of a call, forward and backward, of "linear_logprobs", "linear_ppo_loss" or
-    "linear_nll_loss" on a GPU.
+    """Counts of a call, forward and backward, of "linear_logprobs", "linear_ppo_loss",
+    "linear_nll_loss", "linear_kl" or "linear_kl_loss" on a GPU.
 
     Args:
         rows, hidden, vocabulary: N, H and V.
         head: "trained" or "frozen".
+        teacher: H', of the last two.
         options: of the op.
     """
 
@@ -204,8 +226,12 @@ def counted(
     arguments: list[Tensor] = [*leaves, labels]
     if op == "linear_ppo_loss":
         arguments += [*numbers, mask]
-    upstream = meta(rows) if op == "linear_logprobs" else meta()
+    upstream = meta() if op.endswith("_loss") else meta(rows)
     call: Callable[..., Any] = getattr(kernels, op)
+    if teacher:
+        heads = [meta(n, teacher, dtype=dtype) for n in (rows, vocabulary)]
+        arguments += heads
+        call = partial(_against_teacher, call)
     with _counting([*arguments, upstream], rows) as counter:
         found = call(*arguments, backend="torch", **options)
         first = found if isinstance(found, Tensor) else found[0]

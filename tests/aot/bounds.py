@@ -32,9 +32,9 @@ MOST_PER_BYTE: dict[str, float] = {
     # fp32 with a group of heads, whose products tensor cores do not take; 3.2 in 16 bits.
     "decode_attention._decode_attention_fwd_kernel": 20.0,
     "decode_attention._decode_attention_merge_kernel": 5.0,
-    # A soft cap on each side, and the logarithm of a mixture, are nearly all of both: 2.2 and 2.0
-    # of KL(p || q) without caps.
-    "divergence._divergence_bwd_kernel": 36.0, "divergence._divergence_fwd_kernel": 48.0,
+    # A soft cap on each side, and the logarithm of a mixture, are nearly all of both: 4.5 of a KL
+    # without caps in 16 bits, 10.8 and 13.2 of a mixture.
+    "divergence._divergence_bwd_kernel": 31.7, "divergence._divergence_fwd_kernel": 41.8,
     "full_kl._full_kl_bwd_kernel": 5.5, "full_kl._full_kl_fwd_kernel": 8.4,
     "gae._gae_bwd_kernel": 8.0, "gae._gae_fwd_kernel": 16.7, "kl._kl_penalty_bwd_kernel": 6.0,
     "kl._kl_penalty_fwd_kernel": 6.6, "kl._kl_rewards_bwd_kernel": 2.5,
@@ -114,6 +114,12 @@ NEEDS = (
     Need("lm_head._lm_head_bwd_kernel", "reads and writes that GiB: two of the three passes",
      targets=("sm_80", "sm_90", "gfx942"), in_flight=18 * KIB, without=("softcap", "all")),
     Need("lm_head._lm_head_scale_kernel", "the gradient, read and written once", _ALL, 48 * KIB),
+    Need("divergence._divergence_fwd_kernel",
+     "both models' logits once more: 2 of the 7 passes over 1 GiB each at 4096×131072, beside four "
+     "products. Soft caps and a mixture's logarithm are bound by instructions",
+     targets=("sm_80",), in_flight=48 * KIB, without=("mixed", "all")),
+    Need("divergence._divergence_bwd_kernel", "both once more, and the student's gradient: three",
+     targets=("sm_80",), in_flight=48 * KIB, without=("mixed", "all")),
     Need("full_kl._full_kl_bwd_kernel", "8192×128256 of two policies read and one gradient written",
      targets=_ALL, in_flight=48 * KIB),
     Need("rms_norm._rms_norm_kernel",

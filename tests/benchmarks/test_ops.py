@@ -19,6 +19,7 @@ OPS = ops.available()
 TINY = {
     "token_logprobs": {"vocabulary": 50, "entropy": "gradient", "active": 0.5},
     "linear_logprobs": {"vocabulary": 50, "hidden": 8, "entropy": "gradient", "active": 0.5},
+    "linear_kl_loss": {"vocabulary": 50, "hidden": 8, "teacher": 12, "beta": 0.5, "active": 0.5},
     "linear_ppo_loss": {"vocabulary": 50, "hidden": 8, "entropy": "metric", "active": 0.5},
     "full_kl": {"vocabulary": 50},
     "kl_rewards": {"steps": 9, "active": 0.7},

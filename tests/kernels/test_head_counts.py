@@ -94,3 +94,54 @@ def test_tiles_fit_the_budget_with_the_fewest_bytes_of_sums(n, vocabulary, budge
     others += [(r, w) for w in range(256, vocabulary, 256) if (r := budget // 2 // w) < n]
     least = min((sums(*other) for other in others), default=sums(longest, widest))
     assert sums(longest, widest) <= 1.3 * least  # lengths are multiples of 256, and alike
+
+
+@pytest.mark.parametrize("teacher", [H, 2 * H])
+def test_a_divergence_takes_each_product_once_where_weights_are_known(teacher):
+    """The student's forward and twice backward, and the teacher's; logits of both at a time."""
+    counts = counted("linear_kl_loss", *SHAPE, teacher=teacher)
+    assert len(counts.products) == 4
+    assert times(counts, N, teacher, V, BF16, BF16, False) == (2 if teacher == H else 1)
+    assert times(counts, N, H, V, BF16, BF16, False) == (2 if teacher == H else 1)
+    assert times(counts, V, N, H, BF16, BF16, False) == 1
+    assert times(counts, N, V, H, BF16, FP32, False) == 1
+    assert counts.flops == 2.0 * N * V * (3 * H + teacher)
+    assert counts.workspace == 1 * GIB
+    assert counts.peak <= 2.25 * GIB  # two GiB of logits
+    assert counts.beside <= 7.4 * GIB  # seven passes over one, and rows of hidden states
+
+
+@pytest.mark.parametrize("teacher", [H, 2 * H])
+@pytest.mark.parametrize("head", ["trained", "frozen"])
+def test_a_divergence_by_tokens_multiplies_both_heads_once_more(teacher, head):
+    counts = counted("linear_kl", *SHAPE, teacher=teacher, head=head)
+    student = 4 if head == "trained" else 3
+    assert counts.flops == 2.0 * N * V * (student * H + 2 * teacher)
+    forward = [x for x in counts.products if x.n == V]
+    assert sum(x.m for x in forward) == 4 * N
+    assert counts.beside <= 11.4 * GIB
+    assert head == "trained" or counts.peak <= 400 * MIB
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "options"),
+    [
+        ("linear_kl_loss", 4096, {"head": "frozen"}),
+        ("linear_kl_loss", 16384, {}),
+        ("linear_kl_loss", 4096, {"dtype": FP32}),
+        ("linear_kl", 4096, {"head": "frozen"}),
+    ],
+    ids=["frozen", "many rows", "fp32", "by tokens"],
+)
+def test_chunks_of_both_logits_fit_the_workspace(op, rows, options):
+    counts = counted(op, rows, H, V, teacher=2 * H, **options)
+    logits = [x for x in counts.products if (x.k, x.n) == (H, V)]
+    assert sum(x.m for x in logits) == rows * (2 if op == "linear_kl" else 1)
+    assert all(x.m % 256 == 0 for x in logits)
+    assert counts.workspace == 128 * MIB  # of each side
+
+
+def test_counts_of_a_divergence_are_near_the_least_work_of_an_h100():
+    """Four products of one size at 700 TFLOP/s are 25.1 ms."""
+    assert counted("linear_kl_loss", *SHAPE, teacher=H).seconds(*H100) <= 28e-3
+    assert counted("linear_kl", *SHAPE, teacher=H).seconds(*H100) <= 42e-3

@@ -24,7 +24,7 @@ from fastrl_kernels.divergence import Divergences, OneSide
 from fastrl_kernels.types import LogitTransform, RowGradients, RowStatistics, Temperature
 from fastrl_kernels.workspace import Workspace, clear
 from tests.kernels import test_linear_logprobs
-from tests.kernels.judge import judge, names
+from tests.kernels.judge import DTYPES, judge, names
 from tests.kernels.launches import allocations, floats_arrive_as_double, interpreted, watched
 from tests.kernels.test_linear_logprobs import (
     LEAVES,
@@ -108,6 +108,31 @@ def weights_of(inputs: Inputs) -> Tensor:
     generator = torch.Generator().manual_seed(7)
     drawn = torch.rand(inputs["labels"].shape, generator=generator)
     return (drawn - 0.2).clamp(min=0).to(inputs["labels"].device)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "forward": {"beta": 0.0},
+    "reverse": {"beta": 1.0, "teacher_softcap": 9.0, "teacher_logit_scale": 0.5},
+    "mixed": {"beta": 0.3, "softcap": 8.0, "logit_scale": 1.5},  # and what else there is
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_and_gradients(backend, device, dtype, variant):
+    """Of a student in the dtype and a teacher in fp32; ``test_linear_kl_properties`` has more."""
+    full = variant == "mixed"
+    inputs = batch(6, 507, dtype=dtype, device=device, bias=full)
+    if full:
+        inputs = with_holes(inputs)
+        inputs["temperature"] = test_linear_logprobs.temperatures(inputs)
+
+    def flat(op: Any, **given: Any) -> tuple[Tensor, ...]:
+        return tuple(called(op, given, **VARIANTS[variant], entropy=True))
+
+    ops = functools.partial(linear_kl, backend=backend), reference.linear_kl
+    wrt = [name for name in LEAVES if name in inputs]
+    judge(*(functools.partial(flat, op) for op in ops), inputs, wrt=wrt, own_dtypes=True)
 
 
 # What it means.

@@ -9,12 +9,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fastrl_kernels import VocabParallel, linear_logprobs, linear_nll_loss, linear_ppo_loss
+from fastrl_kernels import (
+    TeacherHead,
+    TeacherTokens,
+    VocabParallel,
+    linear_kl,
+    linear_kl_loss,
+    linear_logprobs,
+    linear_nll_loss,
+    linear_ppo_loss,
+)
 from fastrl_kernels.workspace import clear
 from tests.processes.launch import keep
 
 VOCABULARY, WIDTH = 53, 8
 EXTRAS = ("log_sum_sq_probs", "mean_logit", "is_top1")
+# A teacher's hidden states and head, and what it says of some tokens.
+STATES, HEADS = (
+    torch.linspace(-1.0, 2.0, 7 * 3).view(7, 3),
+    torch.linspace(-2, 1, 53 * 3).view(53, 3),
+)
+TOKENS = TeacherTokens(torch.arange(0, VOCABULARY, 9).expand(7, -1), torch.full((7, 6), -2.5))
 
 
 def head() -> dict[str, Tensor]:
@@ -36,15 +51,24 @@ def losses(of: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     ppo, stats = linear_ppo_loss(
         **of, old_logprobs=old, advantages=old + 3.0, mask=old < -1.5, entropy=True, **options
     )
+    split = options.get("vocab_parallel")
+    rows = HEADS if split is None else HEADS[split.start : split.stop]
+    divergence, _ = linear_kl_loss(
+        **of, teacher=TeacherHead(STATES, rows), beta=0.3, workspace_bytes=4 * VOCABULARY * 4,
+        **options,
+    )  # fmt: skip
+    of_tokens = linear_kl(**of, teacher=TOKENS, beta=1.0, **options)
     nll, _ = linear_nll_loss(**of, workspace_bytes=4 * VOCABULARY * 4, **options)
     found = {"logprobs": logprobs, "entropies": entropies, **extras._asdict(), "ppo": ppo}
     found["is_top1"] = extras.is_top1.float()
+    found |= {"kl": divergence, "divergences": of_tokens.divergences}
     return {**found, "stats": stats.tensor, "nll": nll}
 
 
 def learned(leaves: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
     """The results, and gradients of a sum of them by hidden states, weight and bias."""
-    total = (found["logprobs"] - 0.3 * found["entropies"]).sum() + found["ppo"] - found["nll"]
+    total = (found["logprobs"] - 0.3 * found["entropies"] + found["divergences"]).sum()
+    total = total + found["ppo"] - found["nll"] + found["kl"]
     wanted = {name: leaves[name] for name in ("hidden", "weight", "bias")}
     gradients = torch.autograd.grad(total, list(wanted.values()))
     return {
