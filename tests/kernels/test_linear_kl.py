@@ -287,6 +287,19 @@ def test_where_nothing_counts_all_is_zero(backend, device, kind, nothing):
         assert not any(x.any() for x in run(inputs, backend=backend))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["divergences", "log-probs", "entropies"])
+def test_gradient_of_any_result_alone(backend, device, kind, which):
+    inputs = batch(6, 60, kind=kind, device=device, bias=True)
+    rest = {"rest": inputs.pop("rest")} if kind != "head" else {}
+
+    def of_one(op: Any, **given: Any) -> Tensor:
+        return called(op, given, **rest, entropy=True, softcap=6.0, beta=0.3)[which]
+
+    ops = functools.partial(linear_kl, backend=backend), reference.linear_kl
+    judge(*(functools.partial(of_one, op) for op in ops), inputs, wrt=LEAVES, own_dtypes=True)
+
+
 def test_a_second_backward_is_refused_by_the_loss_alone(backend, device):
     inputs = batch(*SMALL, device=device)
     inputs["hidden"].requires_grad_()

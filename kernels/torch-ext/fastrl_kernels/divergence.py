@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._cpu.row_chunks import FLOOR, blocks
 from .checks import check_choice, check_constant, check_device, check_float
-from .lm_head import HeadInputs, PlannedHead, add_at_labels_, checked_factors
+from .lm_head import HeadInputs, PlannedHead, add_at_labels_, buffers, checked_factors
 from .types import (
     LOWEST,
     LogitTransform,
@@ -34,7 +34,6 @@ from .workspace import Workspace
 RESTS = ("bucket", "renormalised")
 # The least that a teacher's log-probs leave for the other tokens: less is lost in fp32's rounding.
 LEAST_REST = 2.0**-24
-_BLOCK_ELEMENTS = 1 << 17  # logits that are worked on at a time: 512 KiB in fp32
 _FAR = 1e30  # a difference of log-probs that is as good as infinite, and that 0 can multiply
 
 
@@ -264,9 +263,8 @@ class TorchDivergence:
         out: Divergences,
         known: bool,
     ) -> None:
-        step = _rows_at_a_time(x)
-        memory = x.new_empty(4, min(len(x), step), x.shape[1])
-        for rows, block in blocks(x, step):
+        memory = buffers(x, 4)
+        for rows, block in blocks(x):
             *work, copy = memory[:, : len(block)].unbind()
             p = block if student.transform.softcap is None else copy.copy_(block)
             own, q = student.at(rows), y[rows]
@@ -291,9 +289,8 @@ class TorchDivergence:
         known: bool,
     ) -> None:
         capped, scale = student.transform.softcap is not None, student.transform.logit_scale
-        step = _rows_at_a_time(x)
-        memory = x.new_empty(2, min(len(x), step), x.shape[1])
-        for rows, block in blocks(x, step):
+        memory = buffers(x, 2)
+        for rows, block in blocks(x):
             side, w, log_p = student.at(rows), y[rows], memory[1, : len(block)]
             chain = side.temperature.divide_(torch.full_like(slopes[rows], scale))
             g, p = upstream.logprobs[rows] * chain, block
@@ -343,11 +340,6 @@ def divergence_backend(inputs: HeadInputs) -> type[DivergenceBackend]:
 
         return TritonDivergence
     return PlannedDivergence if inputs.head is PlannedHead else TorchDivergence
-
-
-def _rows_at_a_time(x: Tensor) -> int:
-    """Rows whose parts of all working memory fit in a cache of a core's own."""
-    return max(1, _BLOCK_ELEMENTS // x.shape[1])
 
 
 def _pick(log_probs: Tensor, labels: Tensor, out: Tensor) -> None:
@@ -587,8 +579,8 @@ class AgainstTokens:
         pass
 
     def _find(self, rows: slice, width: int) -> None:
-        """The columns of the K tokens and of the label, which of them are this process's, and which
-        are the label's; the last only where it is none of the K. [r, K + 1] each."""
+        """The columns of the K tokens and of the label [r, K + 1]; which of them are this process's,
+        the last one only where the label is none of the K; and which is the label's."""
         labels = self.inputs.labels[rows, None]
         ids = self.ids[rows] - self.inputs.vocabulary.start
         here = (self.ids[rows] >= 0) & (ids >= 0) & (ids < width)

@@ -363,8 +363,8 @@ def linear_kl_loss(
             mask, shift, vocab_parallel, workspace_bytes, check_labels, backend: as for
             ``linear_kl``. With several chunks of rows the weight's gradient is summed in fp32,
             V·H·4 bytes.
-        weights: [...] of the tokens, 1 where None; not differentiable. A weight of 0 gives no
-            gradient, and an infinite divergence none but NaN.
+        weights: [...] of the tokens, 1 where None; not differentiable. An infinite divergence makes
+            the loss no number with any weight, and one of 0, too: mask its token.
         denominator: a number or a 0-d tensor; the number of tokens that count where None. Where it
             is 0, so is the loss.
         entropy: also return the student's entropies.

@@ -186,7 +186,7 @@ class TorchHead:
         """Fills ``out`` from whole rows [r, V]. With ``once`` and without a soft cap, it replaces x
         by exp(z - max z), which `gradients_` then does not compute again."""
         assert vocabulary in (None, x.shape[1]), "rows are whole"
-        d, e = _buffers(x, 2)
+        d, e = buffers(x, 2)
         once = once and transform.softcap is None
         for rows, block in blocks(x):
             exp = block if once else e[: len(block)]
@@ -206,7 +206,7 @@ class TorchHead:
         """Replaces x by dz = g·1_y - exp(d)/Σ·[ g + g_H·(d - mean) ], d = z - max z, Σ =
         exp_sum."""
         exps_given = once and transform.softcap is None
-        d, e = _buffers(x, 2) if not exps_given else (x, x)
+        d, e = buffers(x, 2) if not exps_given else (x, x)
         for rows, block in blocks(x):
             t, row, grads = temperature.at(rows), saved.at(rows), upstream.at(rows)
             # From dz to the product's gradient: ·s/T here, and with a cap ·(1 - tanh²) below.
@@ -267,7 +267,8 @@ class PlannedHead(TorchHead):
         pass
 
 
-def _buffers(x: Tensor, count: int) -> Tensor:
+def buffers(x: Tensor, count: int) -> Tensor:
+    """``count`` buffers for the rows of x that are worked on at a time, in one tensor."""
     return x.new_empty(count, min(len(x), rows_at_a_time(x.shape[1])), x.shape[1])
 
 

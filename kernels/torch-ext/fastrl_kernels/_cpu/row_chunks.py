@@ -44,9 +44,9 @@ def zero_rows(x: Tensor, counted: Tensor) -> Tensor:
     return x
 
 
-def blocks(x: Tensor, step: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+def blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Parts of x [r, C], a few rows each, and their places."""
-    step = rows_at_a_time(x.shape[1]) if step is None else step
+    step = rows_at_a_time(x.shape[1])
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
         yield rows, x[rows]
