@@ -579,8 +579,8 @@ class AgainstTokens:
         pass
 
     def _find(self, rows: slice, width: int) -> None:
-        """The columns of the K tokens and of the label [r, K + 1]; which of them are this process's,
-        the last one only where the label is none of the K; and which is the label's."""
+        """The columns of the K tokens and of the label [r, K + 1]; which of them are this
+        process's, the last one only where the label is none of the K; and which is the label's."""
         labels = self.inputs.labels[rows, None]
         ids = self.ids[rows] - self.inputs.vocabulary.start
         here = (self.ids[rows] >= 0) & (ids >= 0) & (ids < width)
