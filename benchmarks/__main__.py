@@ -14,6 +14,7 @@ COMMANDS = {
     "fits": "plan what fits in 24 and 80 GiB, and write it into the documents",
     "recipes": "plan the memory of every recipe, and write it beside them and into the documents",
     "curves": "keep and draw what a run of `fastrl demo` measured at each step",
+    "distilled": "measure what a policy learns of a teacher, and of itself with hints",
     "gpu": "on an NVIDIA GPU, unattended: the tests, then all that can be measured",
 }
 

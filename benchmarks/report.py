@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, curves, old_results, predict
+from benchmarks import ROOT, curves, distilled_figures, old_results, predict
 from benchmarks.cases import (
     OURS,
     Entry,
@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         pictures = [(path.relative_to(docs), said) for path, said in made]
         sections.append(section(device, results, pictures))
     curves.draw(args.results, docs / "plots")
+    distilled_figures.write(args.results, docs)
     predict.fill_file(args.results)
     predicted = predict.section(predict.read(args.results / predict.FILE))
     parts = [missing(devices), *sections, predicted]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import curves, plots, report, results, terminal
+from benchmarks import curves, distilled_figures, plots, report, results, terminal
 from benchmarks.cases import EAGER, OURS, Case, Goal, rooflines
 from benchmarks.harness import Measurement, Run
 from benchmarks.markdown import table
@@ -215,6 +215,29 @@ def test_the_curves_of_a_run_are_kept_and_drawn_from_the_file(checkout, tmp_path
     (plots_folder / "demo.svg").unlink()
     write(checkout, a_result())
     assert (plots_folder / "demo.svg").read_text() == drawn
+
+
+def test_what_students_learned_is_written_from_the_file(checkout) -> None:
+    def rows(*kl: float) -> list[dict]:
+        return [{"seconds": i, "kl": x, "reward": 1.5, "tokens": 8} for i, x in enumerate(kl)]
+
+    result = results.start_of_result(distilled_figures.NAME, CPU)
+    result |= {"seconds": {"arm": 1.0}, "rates": {"distillation": 1e-3, "SFT": 3e-4}}
+    seeds = ((rows(9, 0.5), rows(0.5, 0.1)), (rows(9, 0.4), rows(0.4, 0.2)))
+    result["teacher"] = [{"start": x, "distillation": y, "SFT": x[1:] * 2} for x, y in seeds]
+    result["hints"] = [[{"step": i, "learned": i / 2, "held_out": i / 4} for i in (0, 1)]]
+    docs = checkout.root / "docs"
+    (docs / "plots").mkdir()
+    page = docs / "distillation.md"
+    page.write_text(f"above\n{distilled_figures.BEGIN}\n{distilled_figures.END}\nbelow\n")
+    write(checkout, a_result(), result)
+    text = page.read_text()
+    assert "| distillation, 0.001 | 0.150 (0.100 to 0.200) | 65% (50% to 80%) | 1.50 " in text
+    assert "| SFT, 0.0003 | 0.450 (0.400 to 0.500) | 0% (0% to 0%) |" in text
+    assert "| 0 | 0.00 | 0.50 | 0.00 | 0.25 |" in text
+    assert (text[:6], text[-6:]) == ("above\n", "below\n")
+    drawn = (docs / "plots" / "distilled.svg").read_text()
+    assert drawn.count("<path d=") == 2 + 4 + 4 + 2, "a curve of each seed"
 
 
 def test_a_run_writes_over_its_own_results_alone(checkout) -> None:
