@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fastrl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -41,9 +43,11 @@ from fastrl.models.routing import (
     routers_of,
 )
 from fastrl.models.scorer import ScoredPass
+from fastrl.models.scoring import PassLimit
 from fastrl.run.state import load_tree, save_tree
 from fastrl.samples import Samples
 from fastrl.trainers.router_loss import router_loss
+from fastrl_kernels import reference
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import ONE_STEP
@@ -407,6 +411,58 @@ def test_grpo_packs_mixtures_and_reports_on_their_routers(replay, tmp_path):
         again = Samples.of_state(load_tree(tmp_path / "state"))
         for x, y in zip(again.experts, trainer._generations.buffer[0].experts, strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("kind", ["dense", "mixture", "base", "live"])
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_a_student_has_the_experts_of_its_rollouts_and_a_teacher_its_own(kind, place, tmp_path):
+    """Behind a hint where the teacher has the student's weights, else behind the same prompts."""
+    teachers = {"dense": tiny_models.language_model, "mixture": lambda: mixture("olmoe")}
+    teacher = teachers[kind]() if kind in teachers else None
+    if kind == "mixture":
+        follow_routers(teacher)  # as if it had been trained before
+    rows = {"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(8)]}
+    if teacher is None:
+        rows["privileged_context"] = [f"w{20 + i} w{30 + i}" for i in range(8)]
+    settings = {"max_completion_length": 5, "replay_routing": True, "max_steps": 1}
+    settings |= {"teacher_model_kind": kind} if teacher is None else {}
+    made, config, given = DistillationTrainer, DistillationConfig, ()
+    if place == "reward":
+        made, config, given = GRPOTrainer, GRPOConfig, (letters,)
+        settings |= {"teacher_kl_coef": 1.0, "teacher_kl_in": place, "num_generations": 4}
+    trainer = made(
+        mixture(), *given, args=config(output_dir=str(tmp_path), **{**ONE_STEP, **settings}),
+        train_dataset=Dataset.from_dict(rows), processing_class=tiny.tokenizer(),
+        teacher_model=teacher,
+    )  # fmt: skip
+    begun = copy.deepcopy(trainer.model)
+    trainer.train()
+    samples = trainer._generations.buffer[0]
+    samples.experts = [torch.where(x < 0, x, (x + 1) % 4) for x in samples.experts]
+    student = copy.deepcopy(trainer.model).eval()
+    teacher = {"live": student, "base": begun}.get(kind, teacher)
+    behind = samples.teacher_prompt_ids or samples.prompt_ids
+    with torch.no_grad():
+        of_student, of_teacher = [], []
+        for i, sequence in enumerate(samples.sequences):
+            ids = torch.cat([samples.prompt_ids[i], sequence])
+            experts = torch.cat([samples.experts[i], torch.full((1, 2, 2), -1, dtype=torch.int16)])
+            logits = chosen(student, ids, experts)[0][-len(sequence) - 1 : -1]
+            of_student.append(logits.log_softmax(-1))
+            ids = torch.cat([behind[i], sequence])
+            logits = teacher(ids[None], use_cache=False).logits[0, -len(sequence) - 1 : -1]
+            of_teacher.append(logits.log_softmax(-1))
+        if place == "loss":
+            (each,) = trainer._passes(trainer.model, samples, "train")
+            trainer.compute_loss(trainer.model, each)
+            expected = reference.divergence(torch.cat(of_student), torch.cat(of_teacher), 1.0)
+            torch.testing.assert_close(each.divergences, expected, rtol=1e-4, atol=1e-5)
+            assert each.routing.statistics()["changed_choices"] > 0.1
+        else:
+            limit = PassLimit(len(samples))
+            found = trainer._teachers.log_probs(samples, tiny.PAD, torch.device("cpu"), limit)
+            for x, y, sequence in zip(found, of_teacher, samples.sequences, strict=True):
+                torch.testing.assert_close(x, y.gather(1, sequence[:, None])[:, 0])
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
