@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from fastrl import DistillationConfig, DistillationTrainer
+from fastrl.models.scoring import PassLimit
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.samples import Samples
 from fastrl.trainers.groups.replay import replay
@@ -519,8 +520,12 @@ def test_rewards_are_without_a_teacher_that_has_no_numbers(kind: str, tmp_path: 
         assert [bool(x.any()) for x in beside.token_advantages] == [not out for out in broken]
 
 
-def test_a_prompt_that_several_responses_share_is_read_once_by_each_side(tmp_path: Path) -> None:
-    """Positions of both models, counted by hooks: packed, without a position for padding."""
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_a_prompt_that_several_responses_share_is_read_once_by_each_side(
+    place: str, tmp_path: Path
+) -> None:
+    """Positions of both models, counted by hooks: packed, without a position for padding. Groups
+    that fit in a batch stay together in it."""
     teacher = another()
     seen: dict[str, int] = {}
 
@@ -531,17 +536,36 @@ def test_a_prompt_that_several_responses_share_is_read_once_by_each_side(tmp_pat
 
         return hook
 
-    trainer = make(
-        tmp_path, teacher, train_dataset=prompts(4, hint=True), num_generations=4, padding_free=True
-    )
+    settings: dict[str, Any] = {
+        "train_dataset": prompts(6, hint=True), "num_generations": 4, "padding_free": True,
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 3,
+    }  # fmt: skip
+    if place == "loss":
+        trainer = make(tmp_path, teacher, **settings)
+    else:
+        beside = {"teacher_kl_coef": 1.0, "teacher_kl_in": "reward", "beta": 0.0}
+        trainer = online(tmp_path, "grpo", teacher, **settings, **beside)
     trainer.train()  # chooses packing, and heads
     for name, model in (("student", trainer.model), ("teacher", teacher)):
         model.model.register_forward_pre_hook(count(name), with_kwargs=True)
-    samples = trainer._generations.buffer[0]
-    passes = trainer._passes(trainer.model, samples, "train")
-    seen.clear()
-    loss = trainer.compute_loss(trainer.model, passes[0])
-    assert loss.isfinite()
-    responses = sum(map(len, samples.sequences))
-    assert seen["student"] == len(samples.prompt_ids[0]) + responses
-    assert seen["teacher"] == len(samples.teacher_prompt_ids[0]) + responses
+    batches = trainer._generations.buffer
+    if place == "reward":
+        whole = Samples.joined(batches)
+        trainer._teachers.log_probs(whole, tiny.PAD, torch.device("cpu"), PassLimit(24))
+        batches = [whole]
+    else:
+        assert len(batches) == 3
+    expected = {"student": 0, "teacher": 0}
+    for samples in batches:
+        responses = sum(map(len, samples.sequences))
+        sides = (("student", samples.prompt_ids), ("teacher", samples.teacher_prompt_ids))
+        for name, read in sides:
+            shared = {tuple(ids.tolist()) for ids in read}
+            assert len(shared) == len(samples) // 4
+            expected[name] += sum(map(len, shared)) + responses
+        if place == "loss":
+            (each,) = trainer._passes(trainer.model, samples, "train")
+            assert trainer.compute_loss(trainer.model, each).isfinite()
+    if place == "reward":
+        del expected["student"]
+    assert seen == expected

@@ -35,10 +35,20 @@ class Generations:
         """Whether responses are sampled before the next batch is learned from."""
         return self.buffer is None or self.step % self.uses == 0
 
-    def take(self, whole: Samples) -> None:
-        """Splits the responses of a generation, in a random order, into the batches to learn."""
+    def take(self, whole: Samples, together: bool = False) -> None:
+        """Splits the responses of a generation, in a random order, into the batches to learn.
+
+        Args:
+            together: whether responses to a prompt follow the first of them, so that as few batches
+                as can be read the prompt.
+        """
         generator = torch.Generator().manual_seed(self.seed_of("order", "train"))
         order = torch.randperm(len(whole), generator=generator).tolist()
+        if together:
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for i in order:
+                groups.setdefault(tuple(whole.prompt_ids[i].tolist()), []).append(i)
+            order = [i for group in groups.values() for i in group]
         size = len(whole) // self.steps
         self.buffer = whole.select(order).split([size] * self.steps)
 

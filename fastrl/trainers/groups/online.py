@@ -594,7 +594,9 @@ class OnlineTrainer(BaseTrainer, ABC):
         if not self.model.training:
             return self.responses_to(batch, "eval")
         if self._generations.is_due():
-            self._generations.take(self.responses_to(batch, "train"))
+            # With rewards, batches of mixed groups are part of the method.
+            responses = self.responses_to(batch, "train")
+            self._generations.take(responses, together=self._loss.only_teachers)
             self._rollouts.backend.before_update()
         return self._generations.batch()
 
