@@ -233,7 +233,7 @@ def distilled(folder: str, teacher: Any = None, **settings: Any) -> Any:
     rows = {"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(8)]}
     rows |= {"privileged_context": [f"w{20 + i}" for i in range(8)]}
     if teacher is None:
-        rows["of"] = ["a", "b", "b", "a"] * 2
+        rows["of"] = [*"aaaaaaab"]  # a batch has one sample of the second, in one process
         settings["teacher_column"] = "of"
         teacher = {
             name: tiny_models.language_model("gpt2", n_embd=width)

@@ -364,6 +364,28 @@ def conversations(folder: Path) -> dict[str, Any]:
     return {"done": done}
 
 
+def distilled(folder: Path, teacher: Any = None, **settings: Any) -> dict[str, Any]:
+    """Three steps behind hints, of one of two teachers, or of an average; then what is held-out."""
+    with fsdp() if process_count() > 1 else nullcontext():
+        trainer = fitted.distilled(str(folder / "unused"), teacher, learning_rate=0.1, **settings)
+        trainer.train()
+        evaluation = trainer.evaluate()
+        models = [trainer.accelerator.unwrap_model(trainer.model), *trainer.teacher_models]
+        for model in models:
+            spread(model)
+            several = process_count() > 1
+            assert all(isinstance(p, DTensor) == several for p in model.parameters())
+        names = ("loss", "divergence", "entropy")
+        logged = [[x[name] for name in names] for x in trainer.state.log_history[:3]]
+        return {
+            "done": {
+                "weights": [weights_of(model) for model in models],
+                "logged": logged,
+                "evaluation": [evaluation[f"eval_{name}"] for name in names],
+            }
+        }
+
+
 _LOADS_ONCE = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2",
 }  # fmt: skip
@@ -420,6 +442,11 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "sft, checkpoints": supervised_checkpoints,
     "masters of weights in bf16": masters,
     "conversations": conversations,
+    "distillation": lambda folder: distilled(folder, beta=0.3),
+    "distillation, from an average": lambda folder: distilled(
+        folder, "own", teacher_model_kind="ema", teacher_update_rate=0.5
+    ),
+    "distillation, from itself": lambda folder: distilled(folder, "own", teacher_model_kind="live"),
     **{name: lambda _, job=job: job() for name, job in POLICIES.items()},
 }
 
