@@ -101,6 +101,8 @@ class Samples:
             None: teachers, if any, read the policy's.
         teacher_logprobs: log-probs of the teachers, [L], where rewards have them.
         token_advantages: what a token's advantage has beside its sample's, [L].
+        likely_ids, likely_logprobs: tokens and their log-probs by teachers that are functions,
+            [L, K]; K is 0 for samples that have another teacher.
         teachers: numbers of the samples' teachers; None: all have the same one, or none.
         further: columns that a trainer's subclass adds.
         of_batch: what a trainer's subclass keeps for the batch as a whole.
@@ -153,6 +155,8 @@ class Samples:
     teachers: list[int] | None = _column(PROMPT, learn=True)
     teacher_logprobs: list[Tensor] | None = _column(TOKEN, learn=True)
     token_advantages: list[Tensor] | None = _column(TOKEN, learn=True)
+    likely_ids: list[Tensor] | None = _column(TOKEN, learn=True)
+    likely_logprobs: list[Tensor] | None = _column(TOKEN, learn=True)
     further: dict[str, Any] = _column(SAMPLE, learn=True)
     of_batch: dict[str, Any] = field(default_factory=dict)
     generated: float = 0.0

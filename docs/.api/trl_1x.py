@@ -144,9 +144,9 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
     },
     "Distillation": {
-        "teacher_model": "also the path of an adapter on the student's base, a dict of teachers, "
-        "or None for the student's own weights; heads may end in different rows of padding, "
-        "which TRL refuses",
+        "teacher_model": "also the path of an adapter on the student's base, a function, a dict of "
+        "teachers, or None for the student's own weights; heads may end in different rows of "
+        "padding, which TRL refuses",
         "processing_class": _TOKENIZER,
         "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
     },

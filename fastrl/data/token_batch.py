@@ -119,6 +119,8 @@ class TokenBatch:
     experts: Sequence[Tensor | None] | None = field(default=None, metadata=LIST)
     # The numbers of the samples' teachers; None: all have the first.
     teachers: Sequence[int] | None = field(default=None, metadata=LIST)
+    # Ids and log-probs [n, K] at each sample's tokens that count, by teachers that are functions.
+    likely: Sequence[tuple[Tensor, Tensor]] | None = field(default=None, metadata=LIST)
 
     @classmethod
     def from_padded(

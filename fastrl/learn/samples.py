@@ -47,13 +47,18 @@ def token_batch(samples: Samples, pad_token: int, padding: Padding | None = None
 
 
 def teacher_batch(samples: Samples, pad_token: int) -> TokenBatch | None:
-    """Responses behind their teachers' prompts, on the host; None where teachers read the policy's,
-    and there is one."""
-    if samples.teacher_prompt_ids is None and samples.teachers is None:
+    """Responses behind their teachers' prompts, on the host, with what functions said of them; None
+    where a lone teacher, a model, reads the policy's prompts."""
+    columns = samples.teacher_prompt_ids, samples.teachers, samples.likely_ids
+    if all(x is None for x in columns):
         return None
     prompts = samples.teacher_prompt_ids or samples.prompt_ids
     batch = token_batch(replace(samples, prompt_ids=prompts, experts=None), pad_token)
-    return replace(batch, teachers=samples.teachers)
+    likely = None
+    if samples.likely_ids is not None and samples.likely_logprobs is not None:
+        pairs = zip(samples.likely_ids, samples.likely_logprobs, samples.learned, strict=True)
+        likely = [(ids[mask], logprobs[mask]) for ids, logprobs, mask in pairs]
+    return replace(batch, teachers=samples.teachers, likely=likely)
 
 
 def minibatch_of(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.token_batch import Padding, TokenBatch
+from fastrl.learn.asked_teacher import AskedTeacher
 from fastrl.learn.experience import Experience, repeated_at_tokens
 from fastrl.learn.ref_model import RefModel
 from fastrl.learn.samples import teacher_batch, to_column, token_batch
@@ -27,7 +28,7 @@ from fastrl.models.scoring import PassLimit, TeacherTerm
 from fastrl.models.sharding import is_spread
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
-from fastrl_kernels import TeacherHead
+from fastrl_kernels import TeacherHead, TeacherTokens
 
 
 class TeacherSettings(NamedTuple):
@@ -41,10 +42,10 @@ class TeacherSettings(NamedTuple):
 
 
 class Teachers:
-    """The teachers of a policy, which are run for each pass of the policy, just before it.
+    """The teachers of a policy. Models are run for each pass of the policy, just before it.
 
     Args:
-        references: the teachers by name, each as a reference model is kept.
+        references: the teachers by name, each as a reference model is kept, or a function.
         padding: for each teacher, returns how its batches are laid out.
         autocast: makes the context in which a model runs.
 
@@ -82,9 +83,14 @@ class Teachers:
         numbers = tokens.teachers or [0] * len(tokens)
         ends = counts.cumsum(0)
         made = []
-        for number in range(len(self.references)):
+        for number, reference in enumerate(self.references):
             samples = [i for i, which in enumerate(numbers) if which == number]
-            head = self._head(number, tokens, samples)
+            total = int(counts[samples].sum())
+            head: TeacherHead | TeacherTokens | None
+            if isinstance(reference, AskedTeacher):
+                head = reference.tokens(tokens, samples) if total else None
+            else:
+                head = self._head(number, tokens, samples)
             if head is None:
                 continue
             rows = None
@@ -94,8 +100,9 @@ class Teachers:
             of_samples = counts[samples].to(device)
             weights = None
             if v is not None:
-                weights = repeated_at_tokens(v[samples], of_samples, len(head.hidden))
-            head, weights = self._finite(head, weights, number, of_samples)
+                weights = repeated_at_tokens(v[samples], of_samples, total)
+            if isinstance(head, TeacherHead):
+                head, weights = self._finite(head, weights, number, of_samples)
             settings = self.settings
             made.append(
                 TeacherTerm(

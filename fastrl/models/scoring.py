@@ -55,7 +55,8 @@ class TokenNLL(NamedTuple):
 class TeacherTerm(NamedTuple):
     """coef·Σ v·D / denominator of some of the requested rows, D the divergence from a teacher."""
 
-    head: fastrl_kernels.TeacherHead  # with its hidden states [M, H'], by the model's temperature
+    # A head with its hidden states [M, H'], or K tokens at each of the M rows.
+    head: fastrl_kernels.TeacherHead | fastrl_kernels.TeacherTokens
     coef: float
     beta: float  # which divergence, see ``fastrl_kernels.linear_kl``
     weights: Tensor | None  # v [M]; None: 1

@@ -278,12 +278,12 @@ def alternating(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def _online(
-    stage: Stage, teachers: Mapping[str, Skeleton | None] = MappingProxyType({})
+    stage: Stage, teachers: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[str, dict[str, Any]]:
     """Rehearses a generation and the steps on it.
 
     Args:
-        teachers: the teachers' skeletons by name; None for one with the policy's weights.
+        teachers: what :func:`_teachers` returns.
     """
     args, memory = stage.settings, stage.memory
     prompt, response = stage.tokens.values()
@@ -334,21 +334,31 @@ def _online(
     return trainer.__class__.__name__.removesuffix("Trainer"), {"batch_size": stage.size}
 
 
-def _teacher(skeleton: Skeleton) -> Any:
-    """Builds a teacher, whose tokenizer is not looked at."""
+def likeliest(_prompts: Any, completion_ids: Sequence[list[int]], **_: Any) -> list[Any]:
+    """The vocabulary's first token at each place, as if a teacher were sure of it."""
+    return [([[0]] * len(ids), [[0.0]] * len(ids)) for ids in completion_ids]
+
+
+def _teacher(skeleton: Any) -> Any:
+    """Builds a teacher, whose tokenizer is not looked at; functions are returned."""
+    if not isinstance(skeleton, Skeleton):
+        return skeleton
     model = skeleton.build()
     model.config.name_or_path = ""
     return model
 
 
-def _teachers(trainer: Any) -> dict[str, Skeleton | None]:
-    """The skeletons of a trainer's teachers, by name; None for one with the policy's weights."""
+def _teachers(trainer: Any) -> dict[str, Any]:
+    """The skeletons of a trainer's teachers, by name; None for one with the policy's weights, and
+    :func:`likeliest` for a function."""
     if trainer._teacher_models is None:
         return {}
-    references = trainer._teacher_models.references.items()
-    return {
-        name: None if x.model is None or x.why else Skeleton.of(x.model) for name, x in references
+    models = trainer._teacher_models
+    skeletons = {
+        name: None if x.model is None or x.why else Skeleton.of(x.model)
+        for name, x in models.references.items()
     }
+    return {**skeletons, **dict.fromkeys(models.functions, likeliest)}
 
 
 def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, Any]]:

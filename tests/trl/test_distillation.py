@@ -223,7 +223,124 @@ def test_several_teachers_chosen_by_a_column(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["model", "host", "base", "live", "ema", "adapter", "several"])
+class Likeliest:
+    """A teacher's K likeliest tokens as a function gives them, in float64; K is another one for
+    each completion."""
+
+    def __init__(self, temperature: float = 1.0):
+        self.model, self.temperature = exact(another()), temperature
+        self.asked: list[tuple[Any, Any, Any]] = []
+
+    @torch.no_grad()
+    def __call__(self, prompt_ids: Any, completion_ids: Any, **columns: Any) -> list[Any]:
+        self.asked.append((prompt_ids, completion_ids, columns))
+        found = []
+        for prompt, response in zip(prompt_ids, completion_ids, strict=True):
+            ids = [torch.tensor(x) for x in (prompt, response)]
+            top = log_probs(self.model, *ids, self.temperature).topk(2 + prompt[0] % 3)
+            found.append((top.indices.numpy(), top.values.tolist()))
+        return found
+
+
+@pytest.mark.parametrize("rest", ["bucket", "renormalised"])
+@pytest.mark.parametrize("hint", [False, True])
+def test_a_function_teaches_by_the_likeliest_tokens(rest: str, hint: bool, tmp_path: Path) -> None:
+    teacher = Likeliest(0.7)
+    data = prompts(hint=hint, level=[*range(8)])
+    trainer = make(
+        tmp_path, teacher, beta=0.3, temperature=0.7, train_dataset=data, teacher_rest=rest,
+        gradient_accumulation_steps=2, **GRADIENT_STEP,
+    )  # fmt: skip
+    start = exact(trainer.model)
+    trainer.train()
+    ((read, written, columns),) = teacher.asked  # of both batches at once
+    samples = Samples.joined(trainer._generations.buffer)
+    behind = samples.teacher_prompt_ids if hint else samples.prompt_ids
+    assert sorted(read) == sorted(x.tolist() for x in behind)
+    assert sorted(written) == sorted(x.tolist() for x in samples.sequences)
+    assert sorted(columns["level"]) == [*range(8)]
+    found = []
+    for i, response in enumerate(samples.sequences):
+        logp = log_probs(start, samples.prompt_ids[i], response, 0.7)
+        with torch.no_grad():
+            top = log_probs(teacher.model, behind[i], response, 0.7).topk(2 + int(behind[i][0]) % 3)
+        found.append(reference.top_divergence(logp, top.indices, top.values, 0.3, rest))
+    loss = torch.cat(found).mean()
+    loss.backward()
+    for name, weight in start.named_parameters():
+        step = (weight - dict(trainer.model.named_parameters())[name].double()).detach()
+        torch.testing.assert_close(step, weight.grad, rtol=2e-3, atol=2e-6, msg=name)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_a_function_and_a_model_are_chosen_by_a_column(tmp_path: Path) -> None:
+    function, model = Likeliest(), another(2)
+    data = prompts(of=["a", "b", "b", "a"] * 2)
+    trainer = make(
+        tmp_path, {"a": function, "b": model}, train_dataset=data, teacher_column="of",
+        **GRADIENT_STEP,
+    )  # fmt: skip
+    start = exact(trainer.model)
+    trainer.train()
+    samples, found = trainer._generations.buffer[0], []
+    assert {0, 1} == set(samples.teachers)
+    assert set(function.asked[0][2]["of"]) == {"a"}
+    for i, number in enumerate(samples.teachers):
+        one = samples.select([i])
+        if number:
+            found.append(divergences(start, exact(model), one, 1.0))
+            continue
+        prompt, response = one.prompt_ids[0], one.sequences[0]
+        top = log_probs(function.model, prompt, response).topk(2 + int(prompt[0]) % 3)
+        logp = log_probs(start, prompt, response)
+        found.append(reference.top_divergence(logp, top.indices, top.values, 1.0, "bucket"))
+    loss = torch.cat(found).mean()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert "reference" in str(trainer.plan(8, 6))  # of the model; a function has no memory here
+
+
+def changed(change: Callable[[Tensor, Tensor], Any]) -> Callable[..., list[Any]]:
+    """A function that says something else of its second completion."""
+
+    def function(prompt_ids: Any, completion_ids: Any, **_: Any) -> list[Any]:
+        said: list[Any] = [
+            (torch.arange(3, 6).repeat(len(x), 1), torch.full((len(x), 3), -2.0))
+            for x in completion_ids
+        ]
+        said[1] = change(*said[1])
+        return said
+
+    return function
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda ids, x: None, "returned None for completion 1: a pair"),
+    (lambda ids, x: (ids, x[:, :2]), r"ids \(\d, 3\) and log-probs \(\d, 2\) for completion 1"),
+    (lambda ids, x: (ids[0], x[0]), r"both must be \(\d, K\), K tokens for each"),
+    (lambda ids, x: (x, x), "ids of torch.float32 for completion 1: they must be integers"),
+    (lambda ids, x: (ids + 93, x), r"a token outside of \[0, 97\) at token 0 of completion 1"),
+    (lambda ids, x: (ids * 0, x), "a token twice at token 0 of completion 1"),
+    (lambda ids, x: (ids, x + 2.5), "a log-prob above 0 at token 0 of completion 1"),
+    (lambda ids, x: (ids, x + 1.5), "probabilities with a sum above 1 at token 0"),
+    (lambda ids, x: (ids, x * torch.nan), "NaN at token 0 of completion 1"),
+    (lambda ids, x: (ids, x - torch.inf), "no token, so that nothing can be renormalised at"),
+])  # fmt: skip
+def test_what_a_function_must_not_say_is_named(change: Any, said: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, changed(change), teacher_rest="renormalised")
+    before = copy.deepcopy(trainer.model.state_dict())
+    with pytest.raises((TypeError, ValueError), match="teacher 'function' .*" + said):
+        trainer.train()
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, before[name])
+    batch = {f"{of}_{what}": torch.full((1, 2), 3 if what == "ids" else 1)
+             for of in ("prompt", "completion") for what in ("ids", "mask")}  # fmt: skip
+    with pytest.raises(ValueError, match="and not of batches that are passed to compute_loss"):
+        trainer.compute_loss(trainer.model, batch)
+
+
+@pytest.mark.parametrize("kind", [
+    *("model", "host", "base", "live", "ema", "adapter", "several", "function"),
+])  # fmt: skip
 def test_a_killed_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
     adapter = saved_adapter(tmp_path / "teacher")
 
@@ -237,6 +354,9 @@ def test_a_killed_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
         if kind in ("model", "host"):
             teacher = another()
             settings["teacher_placement"] = "host" if kind == "host" else "device"
+        elif kind == "function":
+            teacher = Likeliest()
+            settings |= {"num_iterations": 2, "steps_per_generation": 2}
         elif kind == "adapter":
             teacher, settings["peft_config"] = adapter, LORA
         elif kind == "several":
@@ -366,7 +486,7 @@ def test_the_run_folder_tells_of_teachers(tmp_path: Path) -> None:
         ).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-@pytest.mark.parametrize("form", ["alone", "reward"])
+@pytest.mark.parametrize("form", ["alone", "function", "reward"])
 def test_a_sample_of_the_past_is_drawn_again(form: str, tmp_path: Path) -> None:
     """From the run's beginning, so that the walk learns of the teacher again, behind its hints."""
     settings: dict[str, Any] = {
@@ -374,8 +494,8 @@ def test_a_sample_of_the_past_is_drawn_again(form: str, tmp_path: Path) -> None:
     }  # fmt: skip
 
     def learning(folder: Path) -> Any:
-        if form == "alone":
-            return make(folder, another(), **settings)
+        if form != "reward":
+            return make(folder, another() if form == "alone" else Likeliest(), **settings)
         beside = {"teacher_kl_coef": 0.5, "teacher_kl_in": "reward"}
         return online(folder, "grpo", another(), **settings, **beside)
 
@@ -465,6 +585,12 @@ def test_a_reward_of_tokens_does_not_go_with_ratios_of_responses(tmp_path: Path)
     settings = {"teacher_kl_coef": 1.0, "teacher_kl_in": "reward"}
     with pytest.raises(ValueError, match="gives each token an advantage of its own"):
         online(tmp_path, "grpo", another(), importance_sampling_level="sequence", **settings)
+
+
+def test_a_function_gives_no_rewards(tmp_path: Path) -> None:
+    settings = {"teacher_kl_coef": 1.0, "teacher_kl_in": "reward"}
+    with pytest.raises(ValueError, match="'Likeliest' is a function, which need not name the tok"):
+        online(tmp_path, "grpo", Likeliest(), **settings)
 
 
 def test_a_teacher_without_a_coefficient_is_refused(tmp_path: Path) -> None:

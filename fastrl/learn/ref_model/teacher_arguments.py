@@ -8,6 +8,7 @@ from fastrl.settings import setting
 
 KINDS = ("base", "live", "ema")
 PLACES = ("device", "host")
+RESTS = ("bucket", "renormalised")
 PLACES_OF_KL = ("loss", "reward")
 _TEMPLATE = "{prompt}\n\n{privileged_context}"
 
@@ -64,6 +65,13 @@ class TeacherArguments:
     )
     teacher_column: str | None = setting(
         "The column that names each prompt's teacher, where teacher_model is a dict.", None
+    )
+
+    teacher_rest: str = setting(
+        "Tokens that a teacher's function does not name: bucket (one outcome more, with what is "
+        "left of both distributions) or renormalised (both are taken over the named tokens alone).",
+        "bucket",
+        choices=RESTS,
     )
 
     def check_teacher(self) -> None:

@@ -31,9 +31,10 @@ class DistillationTrainer(OnlineTrainer):
     Args:
         model: a causal LM, a PEFT model around one, or its path or Hub id.
         teacher_model: a causal LM with the same tokenizer, of any width; its path or Hub id; that
-            of an adapter on the student's base, which costs no second base; a dict of these by the
-            names in the column ``args.teacher_column``; None: by ``args.teacher_model_kind`` the
-            student's own weights, which need other prompts.
+            of an adapter on the student's base, which costs no second base; a function, see
+            :class:`fastrl.learn.asked_teacher.AskedTeacher`; a dict of these by the names in the
+            column ``args.teacher_column``; None: by ``args.teacher_model_kind`` the student's own
+            weights, which need other prompts.
         args: a :class:`DistillationConfig`.
         train_dataset, eval_dataset: ``datasets`` with a column ``prompt`` of texts or of chats. A
             column ``teacher_prompt`` has what the teacher reads in its place, such as the prompt

@@ -728,6 +728,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         learnable.advantages = torch.zeros(len(rows))
         if self._teacher_prompts is not None:
             learnable = replace(learnable, **self._teacher_prompts.of(collected))
+        if self._teacher_models is not None:
+            learnable = self._teacher_models.asked(learnable, collected.columns or {})
         args = self.args
         several_steps = args.gradient_accumulation_steps % self._generations.uses
         model, size = self.model, args.eval_batch_size
@@ -852,6 +854,9 @@ class OnlineTrainer(BaseTrainer, ABC):
 
     def own_settings(self) -> dict[str, Any]:
         code = identities_of(zip(self.reward_func_names, self.reward_funcs, strict=True))
+        if self._teacher_models is not None:
+            functions = self._teacher_models.functions.items()
+            code |= identities_of((f"teacher {name}", x.function) for name, x in functions)
         return {**super().own_settings(), "reward_funcs": self.reward_func_names, **code}
 
     def own_code(self) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastrl.config import parse_json
 from fastrl.data.chat import TEMPLATE_COLUMNS, content_text, is_chat, templates_of
@@ -16,6 +17,7 @@ from fastrl.data.choose_padding import Packing, logprobs_and_values
 from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.tables import is_stream
 from fastrl.data.token_batch import Padding
+from fastrl.learn.asked_teacher import AskedTeacher
 from fastrl.learn.ref_model import (
     AdapterOffRefModel,
     CopyRefModel,
@@ -58,8 +60,9 @@ class TeacherModels:
 
     Args:
         given: ``teacher_model``: None (the policy's own weights, by ``teacher_model_kind``), a
-            model, a path or Hub id of a model or of an adapter on the policy's base, or a dict of
-            these by the names in ``teacher_column``.
+            model, a path or Hub id of a model or of an adapter on the policy's base, a function,
+            see :class:`fastrl.learn.asked_teacher.AskedTeacher`, or a dict of these by the names in
+            ``teacher_column``.
         fresh: whether the policy's adapter, if any, is new.
 
     Attributes:
@@ -68,7 +71,8 @@ class TeacherModels:
 
     Raises:
         ValueError: a teacher with another tokenizer, or with fewer rows in its head than there are
-            tokens; settings that do not go together; an adapter that cannot be loaded.
+            tokens; settings that do not go together; an adapter that cannot be loaded; a function
+            that is to give rewards.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class TeacherModels:
         self.references: dict[str, RefModel] = {}
         self.follows = None
         for number, (name, model) in enumerate(named.items()):
-            label = name or (model if isinstance(model, str) else type(model).__name__)
+            label = name or (model if isinstance(model, str) else _kind_of(model))
             if model is None:
                 self.references[label] = self._own(fresh)
             else:
@@ -143,6 +147,13 @@ class TeacherModels:
                     f"{name!r} is loaded already: leave them out"
                 )
             loaded = model
+        if callable(loaded) and not isinstance(loaded, nn.Module):
+            if self.args.teacher_kl_in == "reward":
+                raise ValueError(
+                    f"teacher {name!r} is a function, which need not name the token that was "
+                    "sampled, and teacher_kl_in='reward' reads its log-prob: choose 'loss'"
+                )
+            return AskedTeacher(name, loaded, self.args.teacher_rest, len(self._tokenizer))
         if loaded is policy.pretrained_model:
             raise ValueError(
                 f"teacher {name!r} is the model that is trained: leave teacher_model out, and "
@@ -167,8 +178,35 @@ class TeacherModels:
 
     def read_by(self) -> list[Any]:
         """The language models that read teachers' prompts."""
-        models = [x.model or self._policy for x in self.references.values()]
-        return [model.pretrained_model for model in models]
+        read = [x for x in self.references.values() if not isinstance(x, AskedTeacher)]
+        return [(x.model or self._policy).pretrained_model for x in read]
+
+    @property
+    def functions(self) -> dict[str, AskedTeacher]:
+        """The teachers that are functions, by name."""
+        return {n: x for n, x in self.references.items() if isinstance(x, AskedTeacher)}
+
+    def asked(self, samples: Samples, columns: Mapping[str, Sequence[Any]]) -> Samples:
+        """The samples with what teachers that are functions say of them.
+
+        Args:
+            columns: the data's other columns.
+        """
+        if not self.functions:
+            return samples
+        names, numbers = list(self.references), samples.teachers or [0] * len(samples)
+        nothing = [(x.new_empty(len(x), 0), torch.empty(len(x), 0)) for x in samples.sequences]
+        found = dict(enumerate(nothing))
+        for name, teacher in self.functions.items():
+            chosen = [i for i, number in enumerate(numbers) if names[number] == name]
+            if chosen:
+                own = {column: [values[i] for i in chosen] for column, values in columns.items()}
+                part = samples.select(chosen)
+                read = part.teacher_prompt_ids or part.prompt_ids
+                said = teacher.ask(read, part.sequences, part.learned, own)
+                found |= zip(chosen, said, strict=True)
+        ids, logprobs = map(list, zip(*(found[i] for i in range(len(samples))), strict=True))
+        return replace(samples, likely_ids=ids, likely_logprobs=logprobs)
 
     def identity(self) -> str:
         """What must be the same in a run that resumes: modes, and weights that do not move."""
@@ -340,6 +378,11 @@ class TeacherPrompts:
                 room.check(each, names[i])
             known[keys[i]] = each
         return [known[key] for key in keys]
+
+
+def _kind_of(model: Any) -> str:
+    """What a teacher without a name is called."""
+    return getattr(model, "__name__", type(model).__name__)
 
 
 def check_same_tokenizer(tokenizer: Any, model: Any, name: str, trusted: bool = False) -> None:
