@@ -528,6 +528,20 @@ def test_the_loss_of_a_batch_as_trl_lays_it_out(tmp_path: Path) -> None:
     assert whole.item() == pytest.approx(loss.item() / 2, rel=1e-6)
 
 
+WORD, PICTURE = {"type": "text", "text": "w9"}, {"type": "image", "text": None}
+
+
+def test_a_context_is_a_text_content_blocks_or_messages(tmp_path: Path) -> None:
+    read = []
+    for context in ("w9", [WORD], [{"role": "user", "content": [WORD]}]):
+        data = prompts(privileged_context=[context] * 8)
+        trainer = make(tmp_path, another(), train_dataset=data)
+        trainer.train()
+        read.append([x.tolist() for x in trainer._generations.buffer[0].teacher_prompt_ids])
+    assert read[0] == read[1] == read[2]
+    assert all(ids[-1] == 9 for ids in read[0])
+
+
 # What is refused, before anything is trained.
 
 
@@ -567,6 +581,12 @@ def long_hint(_: Path) -> dict[str, Any]:
      "row 7 of train_dataset: column 'of' names the teacher 'c', and teacher_model has a"),
     (of_another, lambda _: {"train_dataset": prompts(privileged_context=["w3"] * 7 + [None])},
      "row 7 of train_dataset has neither teacher_prompt nor privileged_context"),
+    (of_another, lambda _: {"train_dataset": prompts(privileged_context=[[PICTURE]] * 8)},
+     "privileged_context of row 0 of train_dataset, message 0 has content of the type 'image'"),
+    (of_another,
+     lambda _: {"train_dataset": prompts(
+         privileged_context=[[{"role": "user", "content": [WORD, PICTURE]}]] * 8)},
+     "privileged_context of row 0 of train_dataset, message 0 has content of the type 'image'"),
     (of_another, {"teacher_prompt_template": "{prompt}"}, r"has no \{privileged_context\}"),
     (of_another, {"fp16": True}, "fp16=True scales the loss"),
     (of_another, {"teacher_kl_coef": 0.5}, "teacher_kl_coef=0.5 is not supported by Distillation"),

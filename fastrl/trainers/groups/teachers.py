@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.config import parse_json
-from fastrl.data.chat import TEMPLATE_COLUMNS, content_text, is_chat, templates_of
+from fastrl.data.chat import TEMPLATE_COLUMNS, check_messages, content_text, is_chat, templates_of
 from fastrl.data.choose_padding import Packing, logprobs_and_values
 from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.tables import is_stream
@@ -338,8 +338,12 @@ class TeacherPrompts:
                 f"{where} has neither {PROMPT} nor {CONTEXT}: a teacher's prompt is made of one of "
                 "them; leave both columns out where teachers read the policy's prompts"
             )
-        if not isinstance(context, str):
-            context = "\n".join(map(content_text, context)) if is_chat(context) else str(context)
+        if is_chat(context):  # messages, or the content blocks of one
+            has_roles = any("role" in each for each in context)
+            messages = context if has_roles else [{"role": "user", "content": context}]
+            check_messages(messages, f"{CONTEXT} of {where}")
+            context = "\n".join(map(content_text, messages))
+        context = str(context)
         if isinstance(prompt, str):
             return self._filled(prompt, context)
         asked = [i for i, message in enumerate(prompt) if message.get("role") == "user"]
