@@ -1,5 +1,6 @@
 """Checkpoints of images and texts are trained on texts, and saved in their own format."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from fastrl import RolloutEngine, cli
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.load import load_language_model
 from fastrl.tools.reports import report
+from fastrl_kernels import reference
 from tests import multimodal_models, tiny_models
 from tests.trainers.conftest import ONE_STEP
 
@@ -217,6 +219,46 @@ def test_an_adapter_on_the_text_model_alone_is_still_read(checkpoints, tmp_path)
     with torch.no_grad():
         found = load_language_model(tmp_path)(input_ids=ids).logits
         torch.testing.assert_close(found, adapted.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(("student", "teacher"), [
+    ("qwen3_vl", "qwen2_5_vl"), ("gemma3", "llama4"), ("qwen3_vl", None), ("qwen3_vl", "adapter"),
+])  # fmt: skip
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_distillation_on_texts(student, teacher, padding_free, checkpoints, tmp_path):
+    """Of another family's teacher, or of the student itself behind a hint, with an adapter or
+    without: the divergence is that of both whole models' logits in float64."""
+    rows = {"prompt": ["ab c", "d", "bc d e", "ea b"]}
+    given = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")}
+    if teacher in (None, "adapter"):
+        rows["privileged_context"] = ["a", "b c", "d", "e d"]
+    trainer = fastrl.DistillationTrainer(
+        str(checkpoints / student),
+        str(checkpoints / teacher) if "privileged_context" not in rows else None,
+        fastrl.DistillationConfig(
+            str(tmp_path), max_completion_length=4, padding_free=padding_free, logging_steps=1,
+            **ONE_STEP,
+        ),
+        Dataset.from_dict(rows),
+        **(given if teacher == "adapter" else {}),
+    )  # fmt: skip
+    sides = [trainer.model, trainer.teacher_model or trainer.model]
+    sides = [copy.deepcopy(model).double().eval() for model in sides]
+    trainer.train()
+    samples = trainer._generations.buffer[0]
+    prompts = samples.prompt_ids, samples.teacher_prompt_ids or samples.prompt_ids
+    found = []
+    for i, response in enumerate(samples.sequences):
+        both = []
+        for model, read in zip(sides, prompts, strict=True):
+            ids = torch.cat([read[i], response])[None]
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[0, len(read[i]) - 1 : -1]
+            both.append(logits.log_softmax(-1))
+        found.append(reference.divergence(*both, 1.0))
+    expected = torch.cat(found).mean().item()
+    assert expected > 0.01
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"])
