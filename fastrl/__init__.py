@@ -103,10 +103,14 @@ if TYPE_CHECKING:
     from fastrl.trainers import compute_accuracy as compute_accuracy
     from fastrl.trainers.groups.distillation import DistillationConfig as DistillationConfig
     from fastrl.trainers.groups.distillation import DistillationTrainer as DistillationTrainer
+    from fastrl.trainers.groups.gkd import GKDConfig as GKDConfig
+    from fastrl.trainers.groups.gkd import GKDTrainer as GKDTrainer
     from fastrl.trainers.groups.grpo import GRPOConfig as GRPOConfig
     from fastrl.trainers.groups.grpo import GRPOTrainer as GRPOTrainer
     from fastrl.trainers.groups.rloo import RLOOConfig as RLOOConfig
     from fastrl.trainers.groups.rloo import RLOOTrainer as RLOOTrainer
+    from fastrl.trainers.groups.sdft import SDFTConfig as SDFTConfig
+    from fastrl.trainers.groups.sdft import SDFTTrainer as SDFTTrainer
     from fastrl.trainers.pairs.dpo import DPOTrainer as DPOTrainer
     from fastrl.trainers.pairs.dpo_config import DPOConfig as DPOConfig
     from fastrl.trainers.pairs.kto import KTOTrainer as KTOTrainer
@@ -211,8 +215,10 @@ _HOMES = {
     "fastrl.compat.older.ppo_config": ("PPOv2Config",),
     "fastrl.compat.older.rloo_v1": ("RLOOv1Config", "RLOOv1Trainer"),
     "fastrl.trainers.groups.distillation": ("DistillationConfig", "DistillationTrainer"),
+    "fastrl.trainers.groups.gkd": ("GKDConfig", "GKDTrainer"),
     "fastrl.trainers.groups.grpo": ("GRPOConfig", "GRPOTrainer"),
     "fastrl.trainers.groups.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "fastrl.trainers.groups.sdft": ("SDFTConfig", "SDFTTrainer"),
     "fastrl.compat.rollout_func": ("TRLRollouts",),
     "fastrl.trainers.ppo": ("PPOTrainer",),
     "fastrl.trainers.ppo.guards": ("TrainingDiverged",),

@@ -55,6 +55,7 @@ _NOT_OF_PPO: dict[str, Any] = {
 }
 # For samples that are not rehearsed: a position's ids, masks, log-probs, advantages and so on.
 _BYTES_PER_POSITION = 60
+_ASKED = ("prompt", "completion")  # columns of the rows of online trainers
 PASSES = 2  # passes of a mini-batch: gradients and the next pass's activations then exist at once
 
 
@@ -293,14 +294,15 @@ def _online(
     if args.replay_routing:
         memory.notes.append(CHOICES_LEFT_OUT)
     count = max(stage.size * per_generation // group, 1)
-    rows: dict[str, list] = {"prompt": [f"w{i}" for i in range(count)]}
+    rows: dict[str, list] = {name: [f"w{i}" for i in range(count)] for name in _ASKED}
     others: dict[str, Any] = {}
     if stage.trainer_class.needs_rewards:
         others["reward_funcs"] = alternating
     if teachers:
         rows["teacher_prompt"] = [words(prompt, i % 2) for i in range(count)]
         built = {name: x and _teacher(x) for name, x in teachers.items()}
-        others["teacher_model"] = built if args.teacher_column else next(iter(built.values()))
+        model = built if args.teacher_column else next(iter(built.values()))
+        others |= {} if model is None else {"teacher_model": model}
         if args.teacher_column:
             rows[args.teacher_column] = [list(built)[i % len(built)] for i in range(count)]
         memory.notes.append("teachers' prompts are planned as long as the policy's")

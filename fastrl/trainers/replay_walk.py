@@ -51,7 +51,9 @@ class Walk(ABC):
 
     unit: ClassVar[str] = "generation"
     samples_of: ClassVar[str] = "responses"
-    others: ClassVar[str] = "a rollout_func, tools, an environment or an engine of yours"
+    others: ClassVar[str] = (
+        "completions in data, a rollout_func, tools, an environment or an engine of yours"
+    )
 
     def __init__(self, trainer: Any, output: str | Path | RunFolder, last: int):
         if trainer.processes.count > 1:

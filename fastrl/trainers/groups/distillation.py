@@ -103,7 +103,7 @@ class DistillationTrainer(OnlineTrainer):
 
     def _make_loss(self) -> TokenLoss:
         aggregate = Aggregate("token-mean", self.args.max_completion_length, True)
-        return TeacherLoss(aggregate, temperature=self.args.temperature, per_step=True)
+        return TeacherLoss(aggregate, temperature=self.args.loss_temperature, per_step=True)
 
     def judge(self, prompts: Sequence[Any], *_: Any, **__: Any) -> RewardBatch:
         count = len(prompts)

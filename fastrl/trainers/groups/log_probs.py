@@ -67,7 +67,7 @@ class ResponseScorer:
         read = tokens if len(counting) == len(tokens) else tokens.select(counting or [0])
         model_pass = read.model_pass if counting else Padded().model_pass(read)
         inputs = {**model_pass.inputs, "output_router_logits": True} if aux else model_pass.inputs
-        fields = {"temperature": self.args.temperature, "values": False, **options}
+        fields = {"temperature": self.args.loss_temperature, "values": False, **options}
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         return self._scorer(plain, inputs, scoring_request(tokens, model_pass, **fields), model)
 
@@ -100,7 +100,7 @@ class ResponseScorer:
         self, model: nn.Module, reference: RefModel, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
         """Log-probs [n] of each response by the reference of the policy ``model``."""
-        of_part = scores_of(reference.score, temperature=self.args.temperature, values=False)
+        of_part = scores_of(reference.score, temperature=self.args.loss_temperature, values=False)
         return self._in_passes(model, of_part, samples, limit)
 
     def _by_policy(self, model: nn.Module, samples: Samples, limit: PassLimit) -> list[Tensor]:

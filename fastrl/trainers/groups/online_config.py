@@ -259,11 +259,16 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
         return self.beta
 
     @property
+    def loss_temperature(self) -> float:
+        """T of the distributions that the loss compares."""
+        return self.temperature
+
+    @property
     def teacher_settings(self) -> TeacherSettings:
         """How much is learned of teachers, and by which divergence."""
         beta = self.teacher_beta
         return TeacherSettings(
-            self.teacher_kl_coef, beta, self.temperature, None, self.micro_batch_tokens
+            self.teacher_kl_coef, beta, self.loss_temperature, None, self.micro_batch_tokens
         )
 
     @property

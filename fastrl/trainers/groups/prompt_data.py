@@ -49,7 +49,7 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
             f"`train_dataset` must be a `Dataset` or `IterableDataset`, got "
             f"{type(train).__name__}: pass one of these, or a list of rows"
         )
-    named = _named(train, evaluation)
+    named = named_data(train, evaluation)
     for name, data in named.items():
         check_reserved(getattr(data, "column_names", None) or (), name, reserved_of(not asked))
         if asked:
@@ -139,7 +139,7 @@ class PromptRoom:
         Raises:
             ValueError: a prompt too long, or blank and without a token; the message names its row.
         """
-        for name, data in _named(train, evaluation).items():
+        for name, data in named_data(train, evaluation).items():
             doubtful = (
                 (f"the prompt of row {i} of {name}", row["prompt"], self._template_of(row, i))
                 for i, row in _rows(data)
@@ -176,7 +176,7 @@ class PromptRoom:
         return self._layout.exceeded(tokens, self._most or 1)
 
 
-def _named(train: Any, evaluation: Any) -> dict[str, Any]:
+def named_data(train: Any, evaluation: Any) -> dict[str, Any]:
     """Data sets by the names of their arguments."""
     held_out = evaluation if isinstance(evaluation, dict) else {"": evaluation}
     named = {f"eval_dataset[{x!r}]" if x else "eval_dataset": y for x, y in held_out.items()}

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastrl.collect.completions import FromData
 from fastrl.collect.interaction import Interaction
 from fastrl.collect.respond import Respond, RolloutFunction, Sampled
 from fastrl.data.chat import templates_of
@@ -54,19 +55,24 @@ class GroupRollouts:
         ends = args.generation_arguments.get("eos_token_id")
         self.end_ids = end_tokens(policy(), tokenizer, ends).tolist()
 
-    def by_policy(self) -> Respond:
-        """Returns what samples from the policy, with tools and environments where there are any."""
-        args, policy = self.args, self.policy()
+    def by_policy(self, model: Callable[[], nn.Module] | None = None) -> Respond:
+        """Returns what samples from the policy, with tools and environments where there are any.
+
+        Args:
+            model: returns another model to sample from, as the policy would be.
+        """
+        sampler = model or self.policy
+        args, policy = self.args, sampler()
         # Settings decide how to sample, not the generation config that a model was saved with.
         arguments = {**neutral_kwargs(policy), **args.generation_arguments}
         arguments["pad_token_id"] = self.tokenizer.pad_token_id
         arguments.setdefault("eos_token_id", self.end_ids)
 
         def run(request: Request) -> Samples:
-            return self.backend(self.policy(), request)
+            return self.backend(sampler(), request)
 
         return self.interaction.respond(
-            Sampled(run, arguments, self._decode, self.encoded),
+            Sampled(run, arguments, self.decode, self.encoded),
             self.tokenizer,
             self.template,
             self.end_ids,
@@ -85,14 +91,19 @@ class GroupRollouts:
             trainer,
             self.policy(),
             self.tokenizer,
-            self._decode,
+            self.decode,
             {*self.end_ids, self.tokenizer.pad_token_id},
             self.args.generation_arguments.get("stop") or (),
             reserved_of(environments=False),
             self.args.temperature,
         )
 
-    def _decode(self, prompt: Tensor, response: Tensor) -> str:
+    def from_data(self, longest: int | None) -> Respond:
+        """Returns what answers prompts by the data's completions, see :class:`FromData`."""
+        exceeded = layout_of(self.policy()).exceeded
+        return FromData(self.tokenizer, self.template, longest, exceeded, self.decode)
+
+    def decode(self, prompt: Tensor, response: Tensor) -> str:
         return layout_of(self.policy()).decode(self.tokenizer, prompt, response)
 
     def encoded(self, prompts: Samples) -> Samples:

@@ -28,7 +28,6 @@ from fastrl.learn.ref_model import (
     ReferenceSettings,
     RefModel,
     StartAdapterRefModel,
-    TeacherArguments,
     choose_ref_model,
 )
 from fastrl.learn.ref_model.adapter import trained_before
@@ -260,7 +259,7 @@ class TeacherPrompts:
 
     def __init__(
         self,
-        args: TeacherArguments,
+        args: Any,
         names: Sequence[str],
         tokenizer: Any,
         template: Mapping[str, Any],
@@ -376,6 +375,7 @@ class TeacherPrompts:
             self._tokenizer,
             [templates[i] for i in chosen],
             [names[i] for i in chosen],
+            self.args.max_prompt_length,
         )
         for i, each in zip(chosen, ids, strict=True):
             for room in self._rooms:
