@@ -196,6 +196,7 @@ MODEL: dict[str, Era] = {
 ERAS: dict[str, dict[str, Era]] = {  # by configuration, then by setting
     "TrainingArguments": TRAINING,  # transformers', under `fastrl run-trl`
     "SFTConfig": SFT,
+    "GKDConfig": SFT,  # TRL's derives from that
     "RewardConfig": TRAINING,
     "DPOConfig": DPO,
     "KTOConfig": KTO,

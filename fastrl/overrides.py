@@ -58,6 +58,18 @@ CALLED: dict[str, tuple[str, ...]] = {
 # Methods that training does not call, and what to use, by the trainer's class.
 NOT_CALLED: dict[str, dict[str, str]] = {
     "OnlineTrainer": _ONLINE,
+    "GKDTrainer": {
+        "generalized_jsd_loss": "choose beta",
+        "generate_on_policy_outputs": _ANSWERS,
+    },
+    "SDFTTrainer": {
+        "sample_rollouts": _ANSWERS,
+        "_get_teacher_context_for_self_distillation": "choose teacher_model_kind",
+        **dict.fromkeys(
+            ("_compute_self_distillation_loss", "_compute_teacher_student_logits"),
+            "choose distillation_alpha",
+        ),
+    },
     "DPOTrainer": {
         **_PREFERENCE,
         **dict.fromkeys(

@@ -33,6 +33,7 @@ _NO_RUN = "*has no run folder*"
 _NO_SAMPLES = "*nothing is sampled*"
 _NO_BASELINE = "*a group is its own baseline*"
 _NO_ADVANTAGES = "*has no advantages*"
+_NO_REWARDS = "*nothing is rewarded*"
 _ANNOTATORS = "*the annotator judges*"
 _NO_RATIO = "*preferences have no ratio to a sampler, and PPO's ratio is per token*"
 _SCORES = "*responses are scored as a whole*"
@@ -90,6 +91,15 @@ SURFACES = {
     "train": Surface("`train()`, `fastrl ppo`, `fastrl grpo`", PPO, _made_and_trained),
     "grpo": Surface("`GRPOTrainer`", {fastrl.GRPOConfig: fastrl.GRPOTrainer}, _made_and_trained),
     "rloo": Surface("`RLOOTrainer`", {fastrl.RLOOConfig: fastrl.RLOOTrainer}, _made_and_trained),
+    "teachers": Surface(
+        "`DistillationTrainer`, `GKDTrainer`, `SDFTTrainer`",
+        {
+            fastrl.DistillationConfig: fastrl.DistillationTrainer,
+            fastrl.GKDConfig: fastrl.GKDTrainer,
+            fastrl.SDFTConfig: fastrl.SDFTTrainer,
+        },
+        _made_and_trained,
+    ),
     "pairs": Surface(
         "`DPOTrainer`, `KTOTrainer`",
         {fastrl.DPOConfig: fastrl.DPOTrainer, fastrl.KTOConfig: fastrl.KTOTrainer},
@@ -139,12 +149,12 @@ CAPABILITIES = (
     Capability(
         "a shared or offloaded reference",
         ("reference", "num_shared_layers"),
-        {"texts": "*has none*"},
+        {"teachers": "*has none*", "texts": "*has none*"},
     ),
     Capability(
         "a moving reference",
         ("sync_ref_every", "sync_ref_model"),
-        {"texts": "*has none*"},
+        {"teachers": "*has none*", "texts": "*has none*"},
     ),
     Capability(
         "held-out data",
@@ -175,6 +185,7 @@ CAPABILITIES = (
         {
             "step": "*the rewards are yours*",
             "align": "in an annotator's `Rewards`",
+            "teachers": _NO_REWARDS,
             "pairs": _NO_SAMPLES,
             "texts": _NO_SAMPLES,
         },
@@ -188,27 +199,42 @@ CAPABILITIES = (
             "grpo": "*summed: a group compares responses*",
             "rloo": "*summed: a group compares responses*",
             "align": _SCORES,
+            "teachers": _NO_REWARDS,
             **_SAMPLED_BY_NONE,
         },
     ),
     Capability(
         "penalties for how responses end",
         ("missing_eos_penalty", "overlong_buffer"),
-        {"step": "*the rewards are yours*", "align": _ANNOTATORS, **_SAMPLED_BY_NONE},
+        {
+            "step": "*the rewards are yours*",
+            "align": _ANNOTATORS,
+            "teachers": _NO_REWARDS,
+            **_SAMPLED_BY_NONE,
+        },
     ),
     Capability(
         "resampling of groups without spread",
         ("dynamic_sampling_rounds",),
-        {"step": _YOURS, "align": "*ties are learned as ties*", **_SAMPLED_BY_NONE},
+        {
+            "step": _YOURS,
+            "align": "*ties are learned as ties*",
+            "teachers": _NO_REWARDS,
+            **_SAMPLED_BY_NONE,
+        },
     ),
     Capability(
         "replay of the experts that a rollout chose",
         ("replay_routing",),
-        {"align": "*is not recorded*", **_SAMPLED_BY_NONE},
+        {
+            "align": "*is not recorded*",
+            "teachers": "`replay_routing` (not `GKDTrainer`)",
+            **_SAMPLED_BY_NONE,
+        },
     ),
     Capability(
         "teachers",
-        ("teacher_model",),
+        ("teacher_model", "teacher_model_kind"),
         {
             "step": "*not yet: `GRPOTrainer`*",
             "train": "*not yet: `GRPOTrainer`*",
@@ -219,7 +245,11 @@ CAPABILITIES = (
     Capability(
         "tools and environments",
         ("tools", "environment_factory", "response_masks"),
-        {"align": "*whole texts are judged*", **_SAMPLED_BY_NONE},
+        {
+            "align": "*whole texts are judged*",
+            "teachers": "`tools`, `environment_factory` (`DistillationTrainer`)",
+            **_SAMPLED_BY_NONE,
+        },
     ),
     Capability(
         "responses from another sampler",
@@ -229,12 +259,12 @@ CAPABILITIES = (
     Capability(
         "correction for that sampler",
         ("sampler_correction", "vllm_importance_sampling_correction"),
-        {"align": _NO_RATIO, **_SAMPLED_BY_NONE},
+        {"align": _NO_RATIO, "teachers": "*the loss has no ratio*", **_SAMPLED_BY_NONE},
     ),
     Capability(
         "masking of off-policy responses",
         ("off_policy_mask_threshold",),
-        {"align": _NO_RATIO, **_SAMPLED_BY_NONE},
+        {"align": _NO_RATIO, "teachers": "*the loss has no ratio*", **_SAMPLED_BY_NONE},
     ),
     Capability(
         "dropout",
@@ -251,6 +281,7 @@ CAPABILITIES = (
             "rloo": "*has a single loss*",
             "pairs": "`loss_of_pairs` (DPO)",
             "align": "`loss_of_pairs`, a `Loss`",
+            "teachers": "*the loss is the divergence*",
             "texts": "*the loss is the likelihood*",
         },
     ),
@@ -261,6 +292,7 @@ CAPABILITIES = (
             "grpo": _NO_BASELINE,
             "rloo": _NO_BASELINE,
             "align": "*the loss `ppo` trains a value head*",
+            "teachers": _NO_ADVANTAGES,
             "pairs": _NO_ADVANTAGES,
             "texts": _NO_ADVANTAGES,
         },

@@ -10,6 +10,7 @@ from TRL's, stands here.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import json
 import re
@@ -24,7 +25,8 @@ from fastrl.settings import idle_settings, refusals
 
 PAGE = Path(__file__).parents[1] / "trl_1x.md"
 NAMES = Path(__file__).with_suffix(".json")  # TRL's: settings with defaults, and arguments
-METHODS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
+METHODS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO", "Distillation", "GKD", "SDFT")
+_EXPERIMENTAL = ("GKD", "SDFT")  # in TRL's modules of these names
 _BLOCK = re.compile(
     r"^(<!-- (settings|arguments): (\w+) -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)",
     re.MULTILINE,
@@ -104,6 +106,35 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "teacher_model_name_or_path": "read by the trainer if `teacher_model` is not given; in TRL "
         "by its script alone",
     },
+    "GKD": {
+        "pad_to_multiple_of": _ONLINE["pad_to_multiple_of"],
+        "router_aux_loss_coef": "honoured; TRL adds no load-balancing loss to its divergence",
+        "lmbda": "drawn for each batch by the run's seed; a batch is divided by the tokens that "
+        "are learned, where TRL divides sampled completions by the number of the data's tokens",
+        "max_length": "a prompt that is sampled from keeps its last `max_length` tokens, in TRL "
+        "those that the data's completion leaves of it; `None` cuts nothing, in TRL at 1,024",
+        "shuffle_dataset": "orders the rows, and `False` keeps the data's order; in TRL "
+        "`train_sampling_strategy` does. Rows that fill no whole step are left out of an epoch",
+        "padding_free": "honoured; TRL refuses it with its collator",
+        "seq_kd": "refused for a teacher that is several models, no model of its own, or spread "
+        "over processes",
+        "teacher_model_name_or_path": "read by the trainer if `teacher_model` is not given; in TRL "
+        "by its script alone",
+        "teacher_model_init_kwargs": "need no `dtype`",
+    },
+    "SDFT": {
+        **{k: v for k, v in _ONLINE.items() if k == "generation_kwargs"},
+        "remove_unused_columns": "no effect: `privileged_context` is what the teacher reads",
+        "max_prompt_length": "keeps BOS, too",
+        "teacher_model_kind": "`base` and `ema` begin with the weights of the model that is given, "
+        "in TRL with those at its path, an adapter's average with zeros, and `base` of a trained "
+        "adapter is the model without it; `ema` also for adapters that are not LoRA alone",
+        "distillation_mode": "`full_logits` alone, to be named; TRL's default, `topk_logits`, and "
+        "`sampled_token` are refused as the trainer is made",
+        "distillation_is_clip": "refused unless `None` where TRL would weigh: where "
+        "`gradient_accumulation_steps` is no multiple of `steps_per_generation` × `num_iterations`",
+        "teacher_prompt_template": "braces of a prompt's or a hint's stay as they are",
+    },
 }
 
 _OVERRIDE = "refused: override `compute_loss`; the loss is computed with the LM head"
@@ -150,6 +181,23 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "processing_class": _TOKENIZER,
         "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
     },
+    "GKD": {
+        "teacher_model": "as for `DistillationTrainer`",
+        "train_dataset": "also of `prompt` and `completion`, and at `lmbda=1` of `prompt` alone",
+        "processing_class": _TOKENIZER,
+        "data_collator": "refused: rows are encoded as they are used",
+        "compute_metrics": "refused: an evaluation has no logits",
+        "preprocess_logits_for_metrics": "refused: an evaluation has no logits",
+        "formatting_func": "refused: give the data messages, or prompt and completion",
+        "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
+    },
+    "SDFT": {
+        "train_dataset": "also a stream, and of `teacher_prompt` in place of `privileged_context`",
+        "processing_class": _TOKENIZER,
+        "callbacks": "their `on_self_distillation_batch_prepared` and "
+        "`on_generation_prompts_selected` are not called",
+        "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
+    },
 }
 
 # Settings that TRL does not have, and whose defaults do something else than TRL.
@@ -184,10 +232,13 @@ def read_trl() -> dict[str, Any]:
     common = {f.name: default_of(f) for f in dataclasses.fields(TrainingArguments)}
     settings, arguments = {}, {}
     for method in METHODS:
-        fields = dataclasses.fields(getattr(trl, f"{method}Config"))
+        home = trl
+        if method in _EXPERIMENTAL:
+            home = importlib.import_module(f"trl.experimental.{method.lower()}")
+        fields = dataclasses.fields(getattr(home, f"{method}Config"))
         own = {f.name: default_of(f) for f in fields}
         settings[method] = {n: d for n, d in own.items() if common.get(n) != d or n == "bf16"}
-        parameters = inspect.signature(getattr(trl, f"{method}Trainer").__init__).parameters
+        parameters = inspect.signature(getattr(home, f"{method}Trainer").__init__).parameters
         arguments[method] = [name for name in parameters if name != "self"]
     return {"settings": settings, "arguments": arguments}
 

@@ -16,6 +16,8 @@ TRAINERS = (
         "GRPOTrainer",
         "RLOOTrainer",
         "DistillationTrainer",
+        "GKDTrainer",
+        "SDFTTrainer",
         "PPOTrainer",
         "DPOTrainer",
         "KTOTrainer",

@@ -228,6 +228,23 @@ def test_settings_of_transformers_own_arguments_are_written_anew_or_named(
     assert "left, as only fastrl run-trl runs them: line 2 of the old program" in said
 
 
+def test_trainers_of_experimental_modules_are_told() -> None:
+    found = read_program(
+        "from trl.experimental.gkd import GKDConfig, GKDTrainer\n"
+        "from trl.experimental.sdft import SDFTConfig\n"
+        "GKDConfig('out', lmbda=1.0, packing=True)\nSDFTConfig('out', distillation_topk=5)\n"
+    )
+    kinds = {(x.line, x.name): x.kind for x in found if "trl" not in x.name}
+    assert kinds == {
+        (1, "GKDConfig"): "as it is",
+        (1, "GKDTrainer"): "as it is",
+        (2, "SDFTConfig"): "as it is",
+        (3, "GKDConfig(lmbda=)"): "as it is",
+        (3, "GKDConfig(packing=)"): "refused",
+        (4, "SDFTConfig(distillation_topk=)"): "changes nothing",
+    }
+
+
 def test_methods_that_training_does_not_call_are_told() -> None:
     program = (
         "import trl\nclass Mine(trl.GRPOTrainer):\n    def _compute_loss(self, model, inputs):\n"

@@ -366,3 +366,37 @@ def test_a_program_trains(run: Any, model: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert status == 0, said
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("method", "lines"), [
+    ("gkd", [
+        "answer = [{'role': 'user', 'content': 'w3'}, {'role': 'assistant', 'content': 'w4 w5'}]",
+        "rows = Dataset.from_dict({'messages': [answer] * 4})",
+        "args = GKDConfig(**common, lmbda=0.5, beta=0.5, max_new_tokens=4, seq_kd=False)",
+        "GKDTrainer(model, teacher_model=teacher, args=args, processing_class=tokenizer,",
+        "           train_dataset=rows).train()",
+    ]),
+    ("sdft", [
+        "rows = Dataset.from_dict({'prompt': ['w3'] * 4, 'privileged_context': ['w4'] * 4})",
+        "args = SDFTConfig(**common, distillation_mode='full_logits', max_completion_length=4,",
+        "                  num_generations=2, teacher_model_kind='ema')",
+        "SDFTTrainer(model, args, rows, processing_class=tokenizer).train()",
+    ]),
+])  # fmt: skip
+def test_a_program_distills(
+    method: str, lines: list[str], run: Any, model: Path, tmp_path: Path
+) -> None:
+    name = method.upper()
+    said, status = run("\n".join([
+        "from datasets import Dataset",
+        "from transformers import AutoTokenizer",
+        f"from trl.experimental.{method} import {name}Config, {name}Trainer",
+        f"model = teacher = {str(model)!r}",
+        "tokenizer = AutoTokenizer.from_pretrained(model)",
+        "tokenizer.chat_template = '{% for m in messages %}{{ m.content }} w9 {% endfor %}'",
+        f"common = dict(output_dir={str(tmp_path / 'out')!r}, use_cpu=True, max_steps=1,",
+        "              report_to='none', per_device_train_batch_size=2)",
+        *lines,
+    ]))  # fmt: skip
+    assert status == 0, said
+    assert "'train_loss'" in said

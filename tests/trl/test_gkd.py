@@ -154,7 +154,7 @@ def test_passes_and_padding_give_the_same_step(tmp_path: Path) -> None:
 
 def test_a_plan_and_a_card(tmp_path: Path) -> None:
     trainer = make(tmp_path, lmbda=0.5, save_strategy="steps", save_steps=1)
-    assert trainer.plan(8, 6).total > 0
+    assert trainer.plan(8, 6).peak > 0
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
     card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
@@ -251,4 +251,4 @@ def test_sdft_cuts_prompts_and_hints_and_resumes(tmp_path: Path) -> None:
     assert {len(x) for x in (*samples.prompt_ids, *samples.teacher_prompt_ids)} == {2}
     part = resumed(of, tmp_path / "part", tmp_path / "whole" / "checkpoint-3")
     assert_same_run(part, whole)
-    assert whole.plan(8, 6).total > 0
+    assert whole.plan(8, 6).peak > 0

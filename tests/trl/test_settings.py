@@ -20,7 +20,7 @@ from tests.together import together
 from tests.trainers.conftest import pairs, texts
 
 DOCS = Path(__file__).parents[2] / "docs"
-METHODS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
+METHODS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO", "Distillation", "GKD", "SDFT")
 REFUSED = [
     (method, name, default, remedy)
     for method in METHODS
@@ -28,7 +28,7 @@ REFUSED = [
 ]
 IDLE = [
     (m, n)
-    for m in ("GRPO", "RLOO", "Distillation")
+    for m in ("GRPO", "RLOO", "Distillation", "GKD", "SDFT")
     for n in idle_settings(getattr(fastrl, f"{m}Config"))
 ]
 # As TRL's documentation writes them, and what they are then.
@@ -77,6 +77,18 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "beta": 0.5, "teacher_model_name_or_path": "teacher", "max_completion_length": 64,
             "teacher_model_init_kwargs": {"dtype": "float32"}, "shuffle_dataset": False,
+        },
+    ),
+    "GKD": (
+        "--lmbda 0.25 --beta 0.1 --max_new_tokens 64 --seq_kd --max_length 256",
+        {"lmbda": 0.25, "beta": 0.1, "max_new_tokens": 64, "seq_kd": True, "max_length": 256},
+    ),
+    "SDFT": (
+        "--distillation_alpha 1.0 --distillation_mode full_logits --num_loss_tokens_to_skip 3 "
+        "--teacher_model_kind ema --num_generations 4",
+        {
+            "distillation_alpha": 1.0, "distillation_mode": "full_logits", "beta": 1.0,
+            "num_loss_tokens_to_skip": 3, "teacher_model_kind": "ema", "num_generations": 4,
         },
     ),
 }  # fmt: skip

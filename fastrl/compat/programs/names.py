@@ -48,17 +48,14 @@ INSTEAD = {
     "OnlineDPO": "fastrl align --loss dpo --task online-pairwise",
     "NashMD": "fastrl align --task online-pairwise, with another loss",
     "XPO": "fastrl align --task online-pairwise, with another loss",
-    "GKD": "DistillationTrainer with beta=0.5, which is GKD's lmbda=1 and max_completion_length "
-    "its max_new_tokens",
-    "SDFT": "DistillationTrainer without a teacher_model, for the same columns; its divergence is "
-    "over the whole vocabulary, not the student's top k",
     "PRM": "nothing yet; RewardTrainer judges whole responses",
     "Iterative": "SFTTrainer, or PPOTrainer.step for rewards",
 }
 MODULES = (
     *("trl", "trl.chat_template_utils", "trl.commands", "trl.commands.cli_utils", "trl.core"),
     *("trl.data_utils", "trl.environment", "trl.environment.base_environment"),
-    *("trl.experimental", "trl.experimental.distillation", "trl.experimental.ppo"),
+    *("trl.experimental", "trl.experimental.distillation", "trl.experimental.gkd"),
+    *("trl.experimental.ppo", "trl.experimental.sdft"),
     *("trl.extras", "trl.extras.best_of_n_sampler"),
     *("trl.extras.dataset_formatting", "trl.extras.profiling", "trl.import_utils", "trl.models"),
     *("trl.models.modeling_base", "trl.models.modeling_value_head", "trl.models.utils"),
@@ -69,6 +66,7 @@ MODULES = (
         for method in (
             "distillation",
             "dpo",
+            "gkd",
             "grpo",
             "kto",
             "ppo",

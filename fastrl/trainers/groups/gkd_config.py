@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastrl.settings import idle, refused, setting
+from fastrl.settings import idle, refused, setting, setting_like
 from fastrl.trainers.groups.distillation_config import DistillationConfig
+from fastrl.trainers.groups.online_config import OnlineConfig
 
 _ONE = "the data have one completion to a prompt: use DistillationTrainer for several"
 _ROWS = "rows have messages, or prompt and completion; their last max_length tokens are kept"
@@ -47,11 +48,14 @@ class GKDConfig(DistillationConfig):
     )
     seq_kd: bool = setting("Learn completions of the teacher's in place of the data's.", False)
     disable_dropout: bool = setting("Set all dropout of the model to 0.", True)
+    router_aux_loss_coef: float | None = setting_like(OnlineConfig, "router_aux_loss_coef", 0.0)
 
     num_generations: int = refused(1, _ONE)
     num_generations_eval: int | None = refused(None, _ONE)
+    replay_routing: bool = refused(False, "the data's completions come without a routing")
     packing: bool = refused(False, _UNPACKED)
     assistant_only_loss: bool = refused(False, "the last message of a conversation is learned")
+    dataset_num_proc: int | None = idle(None, "rows are encoded as they are used")
     eval_packing: bool | None = idle(None, _UNPACKED)
     packing_strategy: str = idle("bfd", _UNPACKED)
     dataset_text_field: str = idle("text", _ROWS)

@@ -51,7 +51,6 @@ class SDFTTrainer(DistillationTrainer):
         peft_config: Any = None,
         rollout_func: Any = None,
     ):
-        (args or SDFTConfig("")).check_mode()
         super().__init__(
             model,
             None,
@@ -66,6 +65,11 @@ class SDFTTrainer(DistillationTrainer):
             None,
             rollout_func,
         )
+
+    def _settled(self, args: Any, model: Any, *, adapts: bool) -> Any:
+        args = super()._settled(args, model, adapts=adapts)
+        args.check_mode()
+        return args
 
     def _make_loss(self) -> TokenLoss:
         aggregate = Aggregate("seq-mean-token-mean", counts_empty=True)

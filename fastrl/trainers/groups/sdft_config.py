@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastrl.settings import idle, refused, setting
+from fastrl.settings import idle, refused, setting, setting_like
 from fastrl.trainers.groups.distillation_config import DistillationConfig
+from fastrl.trainers.groups.online_config import OnlineConfig
 
 MODES = ("full_logits", "sampled_token", "topk_logits")
 _WHOLE = "the divergence is over the whole vocabulary"
@@ -49,6 +50,7 @@ class SDFTConfig(DistillationConfig):
         within="[1, inf)",
     )
     disable_dropout: bool = setting("Set all dropout of the model to 0.", True)
+    router_aux_loss_coef: float | None = setting_like(OnlineConfig, "router_aux_loss_coef", 0.0)
 
     generate_from_teacher: bool = refused(
         False, "responses are the student's; pass a rollout_func that answers with the hint"
