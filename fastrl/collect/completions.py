@@ -51,13 +51,15 @@ class FromData:
     keeps_prompts = True
 
     def __call__(self, asked: Asked) -> Samples:
-        """Raises ValueError for a row without a completion, or whose completion is too long."""
+        """Raises ValueError for rows without completions, or with one that is too long."""
         encoder, asked_for = Encoder(self.tokenizer), asked.prompts
         said, columns, rows = asked_for.prompts, asked_for.columns, asked_for.prompt_rows
+        if COMPLETION not in columns:
+            raise ValueError(f"the rows have no column {COMPLETION}, only prompt, {[*columns]}")
         templates = templates_of(said, columns, rows, self.template)
         fronts, responses = [], []
         for i, row in enumerate(rows):
-            given = {"prompt": said[i], COMPLETION: columns.get(COMPLETION, said)[i]}
+            given = {"prompt": said[i], COMPLETION: columns[COMPLETION][i]}
             prompt, (answer,) = read_row(given, row, _PROMPTED, ANSWERS)
             where = f"the completion of row {row} of the batch, to {said[i]!r:.80},"
             if not answer or prompt != said[i]:
@@ -73,8 +75,7 @@ class FromData:
                     f"{where} has {len(ids)} tokens, which leave none of its prompt within "
                     f"max_length={self.longest}: raise max_length, or leave such rows out"
                 )
-            limit = self.exceeded(len(front), len(ids))
-            if limit is not None:
+            if limit := self.exceeded(len(front), len(ids)):
                 raise ValueError(
                     f"{where} has {len(ids)} tokens, with {len(front)} of its prompt more than the "
                     f"{limit}: lower max_length, or leave such rows out"

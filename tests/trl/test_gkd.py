@@ -171,7 +171,7 @@ CHAT = [[{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4
 @pytest.mark.parametrize(("settings", "said"), [
     ({"train_dataset": prompts()}, "train_dataset has no completions, .* or set lmbda=1"),
     ({"eval_dataset": prompts(), "lmbda": 1.0}, "eval_dataset has no completions"),
-    ({"seq_kd": True, "teacher_placement": "host"}, "which must be on the device"),
+    ({"seq_kd": True, "teacher_placement": "host"}, "one model of its own on the device"),
     (beside(messages=CHAT, prompt=["w3"] * 8), "has both messages and prompt"),
     (beside(messages=[x[:1] for x in CHAT]), "messages of row 0.* must end with an assistant's"),
     ({"data_collator": len}, "GKDTrainer does not take data_collator: .*messages"),

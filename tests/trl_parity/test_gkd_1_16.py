@@ -171,7 +171,7 @@ HINTED = {
 
 
 def lengths(prompt: list[int]) -> int:
-    return 3 + sum(prompt) % 4
+    return 3 + sum(prompt) // 4 % 4
 
 
 def their_sdft(folder: Path, model: str, **settings: Any) -> Any:

@@ -101,15 +101,11 @@ class GKDTrainer(DistillationTrainer):
     def _make_parts(self) -> None:
         samples_of_teacher = self.seq_kd and self.lmbda < 1
         self._check_completions(of_training=self.lmbda < 1 and not self.seq_kd)
-        if samples_of_teacher and (len(self.teacher_models) != 1 or self.args.teacher_column):
+        one = len(self.teacher_models) == 1 and self.args.teacher_column is None
+        if samples_of_teacher and not (one and self.args.teacher_placement == "device"):
             raise ValueError(
-                "seq_kd=True samples from the teacher, which must be one model of its own: pass "
-                "it as teacher_model, or leave seq_kd out"
-            )
-        if samples_of_teacher and self.args.teacher_placement != "device":
-            raise ValueError(
-                "seq_kd=True samples from the teacher, which must be on the device: leave "
-                "teacher_placement out"
+                "seq_kd=True samples from the teacher, which must be one model of its own on the "
+                "device: pass it as teacher_model, without teacher_placement, or leave seq_kd out"
             )
         super()._make_parts()
         if samples_of_teacher and is_spread(self.teacher_model):

@@ -111,6 +111,7 @@ class OnlineTrainer(BaseTrainer, ABC):
     divides_loss: ClassVar[bool]
     _loss: TokenLoss
     _scorer: ResponseScorer
+    _rollouts: GroupRollouts
     rewards: RewardFunctions
     reward_weights: Tensor
     beta: float

@@ -69,7 +69,8 @@ class GroupRollouts:
         arguments.setdefault("eos_token_id", self.end_ids)
 
         def run(request: Request) -> Samples:
-            return self.backend(sampler(), request)
+            # As the reference it has an engine, and a room in checkpoints, of its own.
+            return self.backend(sampler(), request._replace(reference=model is not None))
 
         return self.interaction.respond(
             Sampled(run, arguments, self.decode, self.encoded),
