@@ -64,8 +64,6 @@ class GKDConfig(DistillationConfig):
     completion_only_loss: bool | None = idle(None, "the completion alone is learned")
     loss_type: str = idle("nll", "beta chooses the divergence")
 
-    _VALID_DICT_FIELDS = [*DistillationConfig._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
-
     def __post_init__(self) -> None:
         if self.max_completion_length is not None:
             self.max_new_tokens = self.max_completion_length
