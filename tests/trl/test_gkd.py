@@ -64,7 +64,7 @@ def test_a_seed_draws_for_each_batch_who_writes_it(tmp_path: Path) -> None:
     )  # fmt: skip
     found = []
     take = trainer._generations.take
-    trainer._generations.take = lambda whole: (found.append(of_data(whole)), take(whole))[1]
+    trainer._generations.take = lambda x, **y: (found.append(of_data(x)), take(x, **y))[1]
     trainer.train()
     drawn = []
     for step in range(6):
