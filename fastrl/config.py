@@ -89,8 +89,80 @@ def _aggregates() -> Iterable[str]:
     return AGGREGATES
 
 
+@dataclass(kw_only=True)
+class TeacherArguments:
+    """How much is learned of teachers, which there are, where they are kept, what they read."""
+
+    teacher_kl_coef: float = setting(
+        "Weight of the divergence from a teacher in the loss; 0: there is no teacher.",
+        0.0,
+        within="[0, inf)",
+    )
+    teacher_beta: float = setting(
+        "Which divergence from a teacher's q: 1 is KL(p||q), 0 is KL(q||p), between them "
+        "β·KL(q||m) + (1-β)·KL(p||m), m = (1-β)p + βq.",
+        1.0,
+        within="[0, 1]",
+    )
+    teacher_kl_in: str = setting(
+        "Where teacher_kl_coef acts: loss (the divergence over the whole vocabulary), or reward "
+        "(of each token, -coef·(log π - log π_teacher) at the token that was sampled).",
+        "loss",
+        choices=("loss", "reward"),
+    )
+    teacher_model_kind: str = setting(
+        "Teacher where no teacher_model is given: base (the policy as training begins; of an "
+        "adapter that begins with it, the model without), live (the policy as it is), ema (an "
+        "average of its weights).",
+        "base",
+        choices=("base", "live", "ema"),
+    )
+    teacher_update_rate: float = setting(
+        "Weight of the policy in an update of teacher_model_kind='ema'; 1 copies it.",
+        0.05,
+        within="(0, 1]",
+    )
+    teacher_sync_steps: int = setting(
+        "Optimizer steps, of PPOTrainer calls of step(), between two updates of "
+        "teacher_model_kind='ema'.",
+        1,
+        within="[1, inf)",
+    )
+    teacher_placement: str = setting(
+        "Where a teacher_model is kept: device, or host (in host memory; its layers are loaded one "
+        "by one as it runs).",
+        "device",
+        choices=("device", "host"),
+    )
+    teacher_model_init_kwargs: dict | str | None = setting(
+        "Arguments to load a teacher_model with (JSON).", None
+    )
+    teacher_prompt_template: str = setting(
+        "What a teacher reads in place of the prompt (of a chat: of its last message) where the "
+        "data have a column privileged_context.",
+        "{prompt}\n\n{privileged_context}",
+    )
+    teacher_column: str | None = setting(
+        "The column that names each prompt's teacher, where teacher_model is a dict.", None
+    )
+
+    @property
+    def longest_teacher_prompt(self) -> int | None:
+        """The tokens that teachers' prompts are cut to; None: they are not."""
+        return None
+
+    def check_teacher(self) -> None:
+        """Raises ValueError for a template without one of its two fields."""
+        for name in ("prompt", "privileged_context"):
+            if f"{{{name}}}" not in self.teacher_prompt_template:
+                raise ValueError(
+                    f"teacher_prompt_template has no {{{name}}}: it must hold {{prompt}} and "
+                    "{privileged_context}"
+                )
+
+
 @dataclass
-class PPOConfig:
+class PPOConfig(TeacherArguments):
     """Settings of :class:`fastrl.PPOTrainer`: TRL 0.11's, with their defaults but for names that
     only trackers show, and fastrl's own.
 
@@ -430,6 +502,12 @@ class PPOConfig:
         None,
         within="(0, inf)",
     )
+    teacher_model: str | None = setting(
+        "A teacher, whose distributions the policy learns beside its rewards: path or Hub id of a "
+        "model with the same tokenizer, or of an adapter on the policy's base. By default the "
+        "policy's own weights, see teacher_model_kind.",
+        None,
+    )
     cliprange: float = setting("Clip range of the probability ratio.", 0.2, within="[0, inf)")
     cliprange_high: float | None = setting(
         "Clip range of the ratio above 1, if it differs.", None, within="[0, inf)"
@@ -641,6 +719,9 @@ class PPOConfig:
                 unread += [(name, f"{by}={value!r}, not {' or '.join(values)}") for name in names]
         if self.overlong_buffer is None:
             unread.append(("overlong_penalty", "overlong_buffer is None"))
+        if not self.teacher_kl_coef:
+            of_teachers = [f.name for f in dataclasses.fields(TeacherArguments)]
+            unread += [(name, "teacher_kl_coef is 0") for name in of_teachers]
         unread.append(("dataset_num_proc", "prompts are encoded in this process"))
         unread.append(("rollout_merge_adapter", "adapters run beside the weights"))
         defaults = type(self).__dataclass_fields__

@@ -258,18 +258,24 @@ def padding_token(
 
 
 def check_token_lists(
-    queries: Any, responses: Any, response_masks: Any, *, vocab_size: int
+    queries: Any,
+    responses: Any,
+    response_masks: Any = None,
+    *,
+    vocab_size: int,
+    name: str = "queries",
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
     """Queries, responses and masks as int64 tensors on the CPU; warns if no token counts. Raises
-    ValueError for a wrong element, named by its list and index."""
-    names = {"queries": queries, "responses": responses}
+    ValueError for a wrong element, named by its list and index; ``name`` is that of the queries."""
+    of_queries = name
+    names = {name: queries, "responses": responses}
     if response_masks is not None:
         names["response_masks"] = response_masks
     for name, tensors in names.items():
         _check_list_of_tensors(name, tensors)
         if len(tensors) != len(queries):
-            raise ValueError(f"{name} has {len(tensors)} elements, queries {len(queries)}")
-    for name in ("queries", "responses"):
+            raise ValueError(f"{name} has {len(tensors)} elements, {of_queries} {len(queries)}")
+    for name in (of_queries, "responses"):
         for i, ids in enumerate(names[name]):
             if ids.dim() != 1:
                 raise ValueError(f"{name}[{i}] must be 1-D token ids, got shape {tuple(ids.shape)}")
@@ -290,7 +296,7 @@ def check_token_lists(
                 "does not (0 or False)"
             )
     host_queries, host_responses = to_host(queries), to_host(responses)
-    for name, tensors in (("queries", host_queries), ("responses", host_responses)):
+    for name, tensors in ((of_queries, host_queries), ("responses", host_responses)):
         ids = torch.cat(tensors)
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
             for i, tensor in enumerate(tensors):

@@ -277,6 +277,12 @@ class TokenBatch:
         flat = per_row.new_zeros(self.input_ids.numel(), *per_row.shape[1:])
         return flat.index_copy_(0, rows, per_row).unflatten(0, self.input_ids.shape)[:, :-1]
 
+    def placed(self, of_responses: Sequence[Tensor]) -> Tensor:
+        """Numbers of each response's tokens, on the host, as [B, T-1] on the batch's device, zero
+        elsewhere."""
+        counted = torch.cat(list(of_responses))[self.mask_of_responses()]
+        return self.scatter(to_device(counted, self.input_ids.device), self.rows())
+
     def columns(self, indices: Sequence[int]) -> slice:
         """The columns of [B, T] in which samples ``indices`` are not all padding."""
         width = self.input_ids.shape[1]

@@ -18,7 +18,13 @@ from fastrl.learn.objective import TokenLoss, TokenObjective
 from fastrl.learn.scorer import scoring_request
 from fastrl.models.host_memory import to_device
 from fastrl.models.routing import Routing
-from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores, policy_loss_of
+from fastrl.models.scoring import (
+    PolicyObjective,
+    ScoringRequest,
+    TeacherScores,
+    TokenScores,
+    policy_loss_of,
+)
 
 
 class MinibatchLoss(NamedTuple):
@@ -85,6 +91,7 @@ _SUMS = (
     "ppo/loss/policy",
     "ppo/loss/value",
     "ppo/loss/kl",
+    "ppo/loss/teacher",
     "ppo/loss/total",
     "ppo/policy/clamped_ratios",
 )
@@ -111,6 +118,7 @@ _VALUE_STATS = (
     "ppo/val/mean",
     "ppo/val/var",
 )
+_TEACHER_STATS = ("ppo/loss/teacher", "ppo/policy/divergence")
 
 
 class ClippedValues(NamedTuple):
@@ -211,6 +219,7 @@ class UpdateLoss(TokenLoss):
             *_OTHER_STATS,
             *(() if values is None else _VALUE_STATS),
             *(("ppo/loss/kl",) if has_kl else ()),
+            *(() if self.teachers is None else _TEACHER_STATS),
             *(() if router is None else router.names),
         )
 
@@ -261,7 +270,18 @@ class UpdateLoss(TokenLoss):
     def request(
         self, minibatch: Experience, model_pass: ModelPass, denominator: Tensor
     ) -> ScoringRequest:
-        """Makes the request for the policy's part of the loss, log-probs and values."""
+        """Makes the request for the policy's part of the loss, log-probs and values. Teachers run
+        for it."""
+        request = self.without_teachers(minibatch, model_pass, denominator)
+        if self.teachers is None:
+            return request
+        terms = self.teachers.terms(minibatch, minibatch.weights, denominator)
+        return request._replace(teachers=terms)
+
+    def without_teachers(
+        self, minibatch: Experience, model_pass: ModelPass, denominator: Tensor
+    ) -> ScoringRequest:
+        """The :meth:`request` without the terms of teachers."""
         return scoring_request(
             minibatch.tokens,
             model_pass,
@@ -291,7 +311,14 @@ class UpdateLoss(TokenLoss):
         assert new.loss is not None
         assert new.stats is not None
         value_loss, stats = self.value_loss(new, objective, old.values, old.returns)
-        policy_loss = new.loss if policy_coef == 1 else policy_coef * new.loss
+        policy_loss = new.loss
+        if self.teachers is not None:
+            none = torch.zeros_like(new.loss)  # where no token has a teacher
+            teacher = new.teacher or TeacherScores(none, none[None])
+            policy_loss = policy_loss + teacher.loss
+            of_teachers = teacher.loss.detach(), teacher.divergences.mean()
+            stats |= dict(zip(_TEACHER_STATS, of_teachers, strict=True))
+        policy_loss = policy_loss if policy_coef == 1 else policy_coef * policy_loss
         loss = policy_loss + value_loss
         stats["ppo/loss/total"] = loss.detach()
         ratios = (new.logprobs - old.logprobs).exp()
@@ -379,7 +406,8 @@ class ValueLoss:
         self, minibatch: Experience, model_pass: ModelPass, denominator: Tensor
     ) -> ScoringRequest:
         """Makes the request for values; only weights and denominator of its objective are read."""
-        return self.policy.request(minibatch, model_pass, denominator)._replace(values=True)
+        request = self.policy.without_teachers(minibatch, model_pass, denominator)
+        return request._replace(values=True)
 
     def __call__(
         self,

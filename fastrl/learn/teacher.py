@@ -23,7 +23,7 @@ from fastrl.learn.asked_teacher import AskedTeacher
 from fastrl.learn.experience import Experience, repeated_at_tokens
 from fastrl.learn.ref_model import RefModel
 from fastrl.learn.samples import teacher_batch, to_column, token_batch
-from fastrl.learn.scorer import in_passes, scores_of, scoring_request
+from fastrl.learn.scorer import in_passes, scores_of, scoring_request, shares_of
 from fastrl.models.scoring import PassLimit, TeacherTerm
 from fastrl.models.sharding import is_spread
 from fastrl.run.processes import Processes
@@ -77,7 +77,7 @@ class Teachers:
         """
         tokens = part.teacher_tokens
         if tokens is None:
-            tokens = replace(part.tokens, experts=None)
+            tokens = replace(part.tokens, experts=None, boundaries=None)
         counts = tokens.response_mask.sum(-1)
         device = tokens.input_ids.device
         numbers = tokens.teachers or [0] * len(tokens)
@@ -118,7 +118,13 @@ class Teachers:
         return tuple(made)
 
     def log_probs(
-        self, samples: Samples, pad_token: int, device: torch.device, limit: PassLimit
+        self,
+        samples: Samples,
+        pad_token: int,
+        device: torch.device,
+        limit: PassLimit,
+        *,
+        shared: bool = False,
     ) -> list[Tensor]:
         """Log-probs [L] of each response by its teacher, on the host, 0 for tokens that are not
         learned; NaN or infinite where a teacher has no number, which is warned of. All processes
@@ -126,6 +132,7 @@ class Teachers:
 
         Args:
             limit: the most samples and tokens of a forward pass.
+            shared: whether all processes have the same samples, and each runs a share of them.
         """
         batch = teacher_batch(samples, pad_token)
         if batch is None:
@@ -136,9 +143,12 @@ class Teachers:
             chosen = [i for i, which in enumerate(numbers) if which == number]
             part = replace(batch.select(chosen or [0]), padding=self._padding[number]())
             score = scores_of(reference.score, temperature=self.settings.temperature, values=False)
+            shares = None
+            if shared:
+                shares = shares_of(part, part.counting() or range(len(part)), self.processes)
             with self.autocast():
-                scored = in_passes(part.to(device), score, limit, self.processes)["logprobs"]
-            of_tokens = scored.float().cpu()[part.response_mask]
+                scored = in_passes(part.to(device), score, limit, self.processes, shares)
+            of_tokens = scored["logprobs"].float().cpu()[part.response_mask]
             own = samples.select(chosen or [0])
             for i, each in zip(chosen, to_column(own, of_tokens), strict=False):
                 found[i] = each

@@ -18,7 +18,6 @@ from fastrl.learn.ref_model.copy import CopyRefModel
 from fastrl.learn.ref_model.following import Follow
 from fastrl.learn.ref_model.none import NoRefModel
 from fastrl.learn.ref_model.offload import OffloadRefModel
-from fastrl.learn.ref_model.teacher_arguments import TeacherArguments
 from fastrl.learn.ref_model.trunk import TrunkRefModel
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "ReferenceArguments",
     "ReferenceSettings",
     "StartAdapterRefModel",
-    "TeacherArguments",
     "TrunkRefModel",
     "choose_ref_model",
     "create_reference_model",

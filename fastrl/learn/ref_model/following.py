@@ -28,15 +28,23 @@ class Follow(TrainerCallback):
         return cls(reference, every, args.ref_model_mixup_alpha)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.follows and state.global_step % self.every == 0:
+        self.after(state.global_step)
+
+    def after(self, step: int) -> None:
+        """Moves the reference where the step that has ended is one of those."""
+        if self.follows and step % self.every == 0:
             assert self.reference is not None
             self.reference.follow(self.weight)
 
-    def state(self) -> dict[str, Tensor]:
-        """The weights to save of a reference that follows the policy, on the host; else {}."""
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of a reference that follows the policy, the tensors themselves; else {}."""
         if not self.follows or self.reference is None:
             return {}
-        return {name: x.detach().cpu() for name, x in self.reference.own_weights().items()}
+        return self.reference.own_weights()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of :meth:`weights` on the host, to be saved."""
+        return {name: x.detach().cpu() for name, x in self.weights().items()}
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:

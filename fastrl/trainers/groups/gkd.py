@@ -12,7 +12,7 @@ from fastrl.run.model_card import Method
 from fastrl.samples import Samples
 from fastrl.trainers.groups.distillation import DistillationTrainer
 from fastrl.trainers.groups.gkd_config import GKDConfig
-from fastrl.trainers.groups.prompt_data import named_data
+from fastrl.trainers.prompt_room import data_by_name
 
 _REFUSED = {
     "data_collator": "rows are encoded as they are used; give them messages, or prompt and "
@@ -117,7 +117,7 @@ class GKDTrainer(DistillationTrainer):
     def _check_completions(self, of_training: bool) -> None:
         """Raises ValueError for a data set without the completions that are learned, or by which
         an evaluation judges."""
-        for name, data in named_data(self.train_dataset, self.eval_dataset).items():
+        for name, data in data_by_name(self.train_dataset, self.eval_dataset).items():
             trains, columns = name == "train_dataset", getattr(data, "column_names", None)
             if columns is not None and COMPLETION not in columns and (of_training or not trains):
                 remedy = ", or set lmbda=1" if trains else ""

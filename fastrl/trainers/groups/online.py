@@ -55,7 +55,6 @@ from fastrl.trainers.groups.group_loaders import eval_loader, train_loader, trai
 from fastrl.trainers.groups.judged import judged_by_all
 from fastrl.trainers.groups.log_probs import ResponseScorer
 from fastrl.trainers.groups.prompt_data import (
-    PromptRoom,
     check_data,
     check_resampling,
     further_prompts,
@@ -65,12 +64,6 @@ from fastrl.trainers.groups.response_log import ResponseLog
 from fastrl.trainers.groups.reward_functions import RewardFunctions
 from fastrl.trainers.groups.rollout_correction import RolloutCorrection, of_all_or_none
 from fastrl.trainers.groups.rollouts import GroupRollouts
-from fastrl.trainers.groups.teachers import (
-    TEACHER_COLUMNS,
-    TeacherModels,
-    TeacherPrompts,
-    packing_of,
-)
 from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.policy import (
@@ -79,9 +72,17 @@ from fastrl.trainers.policy import (
     loaded_causal,
     padding_tokenizer,
 )
+from fastrl.trainers.prompt_room import PromptRoom
 from fastrl.trainers.reference import model_of, reference_of
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of, trained_identity
+from fastrl.trainers.teachers import (
+    SCALED,
+    TEACHER_COLUMNS,
+    TeacherModels,
+    TeacherPrompts,
+    teachers_of,
+)
 
 LOGPROBS = "_get_per_token_logps_and_entropies"
 _LOSSES = {"_compute_loss", "compute_loss", LOGPROBS}  # by TRL's names
@@ -338,16 +339,13 @@ class OnlineTrainer(BaseTrainer, ABC):
         self._teacher_follow = None
         self._teachers: Teachers | None = None  # those whose log-probs are in the rewards
         if self._teacher_models is not None:
-            for teacher in self._teacher_models.references.values():
-                teacher.place(self._policy, self.accelerator)
-            self._teacher_follow = self._teacher_models.follow()
+            self._teacher_models.place(self._policy, self.accelerator)
+            self._teacher_follow = self._teacher_models.follow
             self.add_first(self._teacher_follow)
-            packing = packing_of(
-                args, self._scorer.lowest, self.accelerator.autocast, self.processes
-            )
             self._teachers = self._teacher_models.made(
                 args.teacher_settings,
-                packing,
+                args.device,
+                self._scorer.lowest,
                 lambda: self._scorer.padding(self.model_wrapped),
                 self.accelerator.autocast,
                 self.processes,
@@ -363,40 +361,27 @@ class OnlineTrainer(BaseTrainer, ABC):
         Raises:
             ValueError: what these refuse; settings that do not go with a teacher.
         """
-        named = getattr(data, "column_names", None)
-        prompted = named is None or bool({*named} & {*TEACHER_COLUMNS})
-        if not args.teacher_settings.coef:
-            if given is not None:
-                raise ValueError(
-                    "teacher_model is given and teacher_kl_coef is 0, so that nothing is learned "
-                    "of it: set teacher_kl_coef, or leave teacher_model out"
-                )
+        own = f"{type(self).__name__} computes a loss of its own, which has no term of a teacher"
+        models = teachers_of(
+            given,
+            args,
+            self._policy,
+            self._tokenizer,
+            coef=args.teacher_settings.coef,
+            fresh=fresh,
+            refused={
+                f"{own}: leave teacher_kl_coef at 0": self.has_own_loss,
+                f"fp16=True {SCALED}: use bf16=True": args.fp16,
+            },
+        )
+        if models is None:
             return None, None
-        if self.has_own_loss:
-            raise ValueError(
-                f"{type(self).__name__} computes a loss of its own, which has no term of a "
-                "teacher: leave teacher_kl_coef at 0"
-            )
-        if args.fp16:
-            raise ValueError(
-                "fp16=True scales the loss before its gradient, and a teacher's term has its "
-                "gradient by then: use bf16=True"
-            )
-        models = TeacherModels(given, args, self._policy, self._tokenizer, fresh)
-        if not prompted and models.is_policy_itself(live_alone=self.needs_rewards):
-            raise ValueError(
-                f"the teacher is the policy itself (teacher_model_kind={args.teacher_model_kind!r})"
-                " behind the same prompts, so that there is nothing to learn of it: give the data "
-                "a column teacher_prompt or privileged_context, or pass teacher_model"
-            )
+        named = getattr(data, "column_names", None)
+        if named is not None and not {*named} & {*TEACHER_COLUMNS}:
+            models.refuse_itself(live_alone=self.needs_rewards)
         template = dict(args.chat_template_kwargs or {})
         most = args.generation_arguments.get("max_new_tokens")
-        rooms = [
-            PromptRoom(model, most, self._tokenizer, template, args.micro_batch_tokens)
-            for model in models.read_by()
-        ]
-        names = [*models.references]
-        return models, TeacherPrompts(args, names, self._tokenizer, template, rooms)
+        return models, TeacherPrompts(models, template, most)
 
     @property
     def ref_model(self) -> Any:
@@ -407,10 +392,8 @@ class OnlineTrainer(BaseTrainer, ABC):
     @property
     def teacher_models(self) -> list[Any]:
         """The teachers that are models of their own."""
-        if self._teacher_models is None:
-            return []
-        of_own = (model_of(x, self.accelerator) for x in self._teacher_models.references.values())
-        return [model for model in of_own if model is not None]
+        models = self._teacher_models
+        return [] if models is None else models.separate(self.accelerator)
 
     @property
     def pad_token_id(self) -> int:

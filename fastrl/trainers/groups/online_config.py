@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastrl.collect.arguments import RecordArguments
-from fastrl.config import PPOConfig, parse_json
-from fastrl.learn.ref_model import ReferenceArguments, TeacherArguments
+from fastrl.config import PPOConfig, TeacherArguments, parse_json
+from fastrl.learn.ref_model import ReferenceArguments
 from fastrl.learn.teacher import TeacherSettings
 from fastrl.run.transformers_settings import reads_best_metric
 from fastrl.settings import check_refused, idle, kept_setting, refused, setting, setting_like
@@ -140,6 +140,12 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
     )
 
     # A setting of TRL until 0.25, see fastrl.eras; behind it those that are refused or idle.
+    teacher_rest: str = setting(
+        "Tokens that a teacher's function does not name: bucket (one outcome more, with what is "
+        "left of both distributions) or renormalised (both are taken over the named tokens alone).",
+        "bucket",
+        choices=("bucket", "renormalised"),
+    )
     max_prompt_length: int | None = kept_setting("Prompts keep their last tokens.")
     max_length: int | None = refused(None, _LENGTH)
     chat_template_path: str | None = refused(None, f"set chat_template of {_TOKENIZER}")

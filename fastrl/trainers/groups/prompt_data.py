@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastrl.data.chat import TEMPLATE_COLUMNS, check_prompt, is_blank, template_arguments
+from fastrl.data.chat import check_prompt
 from fastrl.data.columns import REWARD_ARGUMENTS, check_reserved
-from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.prompts import PromptStream
-from fastrl.data.tables import each_row, is_stream
-from fastrl.models.layout import layout_of
 from fastrl.run.random_state import seed_at
+from fastrl.trainers.prompt_room import data_by_name, rows_of
 
 _OF_TRAINERS = ("trainer_state", "log_extra", "log_metric")
-_AT_A_TIME = 1 << 10  # prompts that are tokenized together
 
 
 def refuse_dispatch(args: Any) -> None:
@@ -49,7 +44,7 @@ def check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> No
             f"`train_dataset` must be a `Dataset` or `IterableDataset`, got "
             f"{type(train).__name__}: pass one of these, or a list of rows"
         )
-    named = named_data(train, evaluation)
+    named = data_by_name(train, evaluation)
     for name, data in named.items():
         check_reserved(getattr(data, "column_names", None) or (), name, reserved_of(not asked))
         if asked:
@@ -108,103 +103,10 @@ def further_prompts(args: Any, data: Any) -> PromptStream | None:
     return PromptStream(len(data), seed_at(args.seed, "further prompts") % 2**32)
 
 
-class PromptRoom:
-    """The room that a model's context leaves for prompts, beside responses of full length.
-
-    Args:
-        most: the most tokens of a response; None: as many as there is room for, but 1 at least.
-        template: further arguments of the chat template.
-        most_of_a_pass: ``micro_batch_tokens``, the most tokens of a prompt with its response; None:
-            no limit but the context.
-        longest: tokens that prompts are cut to; None: they are not.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        most: int | None,
-        tokenizer: Any,
-        template: Mapping[str, Any],
-        most_of_a_pass: int | None = None,
-        longest: int | None = None,
-    ):
-        self._layout, self._most, self._most_of_a_pass = layout_of(model), most, most_of_a_pass
-        self._tokenizer, self._template, self._longest = tokenizer, template, longest
-
-    def check_data(self, train: Any, evaluation: Any) -> None:
-        """Checks the first row, blank rows, and rows whose texts have more bytes than there is room
-        for tokens. Rows of streams, and rows that only a chat template makes too long, are checked
-        as they are learned from.
-
-        Raises:
-            ValueError: a prompt too long, or blank and without a token; the message names its row.
-        """
-        for name, data in named_data(train, evaluation).items():
-            doubtful = (
-                (f"the prompt of row {i} of {name}", row["prompt"], self._template_of(row, i))
-                for i, row in _rows(data)
-                if not i
-                or is_blank(row["prompt"])
-                or self._exceeded(_bytes_of(row["prompt"])) is not None
-            )
-            while chunk := list(itertools.islice(doubtful, _AT_A_TIME)):
-                names, prompts, templates = zip(*chunk, strict=True)
-                rows = ids_of_prompts(prompts, self._tokenizer, templates, names, self._longest)
-                for where, ids in zip(names, rows, strict=True):
-                    self.check(ids, where)
-
-    def _template_of(self, row: Mapping[str, Any], i: int) -> dict[str, Any]:
-        if isinstance(row["prompt"], str):
-            return {}
-        return {**self._template, **template_arguments(row, i)}
-
-    def check(self, ids: Any, name: str) -> None:
-        """Raises ValueError where the prompt ``name`` has too many token ids."""
-        limit = self._exceeded(len(ids))
-        if limit is not None:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens; with {self._most or 1} of its response "
-                f"(max_completion_length) it exceeds the {limit}: leave such prompts out of the "
-                "data set, or lower max_completion_length"
-            )
-
-    def _exceeded(self, tokens: int) -> str | None:
-        """The limit, in words, that a prompt of so many tokens exceeds; None: it fits."""
-        most, whole = self._most_of_a_pass, tokens + (self._most or 1)
-        if most is not None and whole > most:
-            return f"micro_batch_tokens of {most}"
-        return self._layout.exceeded(tokens, self._most or 1)
-
-
-def named_data(train: Any, evaluation: Any) -> dict[str, Any]:
-    """Data sets by the names of their arguments."""
-    held_out = evaluation if isinstance(evaluation, dict) else {"": evaluation}
-    named = {f"eval_dataset[{x!r}]" if x else "eval_dataset": y for x, y in held_out.items()}
-    return {"train_dataset": train, **named}
-
-
 def _check_prompts(data: Any, name: str) -> None:
     """Checks that a data set has a column prompt, and unless it is a stream, each prompt."""
     columns = getattr(data, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise ValueError(f"{name} needs a column prompt, it has {', '.join(columns)}")
-    for i, row in _rows(data):
+    for i, row in rows_of(data):
         check_prompt(row["prompt"], f"the prompt of row {i} of {name}")
-
-
-def _rows(data: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Numbers of rows, and rows with their prompt and columns for the chat template; none for a
-    stream, or where a function makes the rows as they are read."""
-    if getattr(data, "column_names", None) is None or is_stream(data):
-        return
-    if data.format["type"] != "custom":
-        read = ("prompt", *TEMPLATE_COLUMNS)
-        columns = [name for name in data.column_names if name in read]
-        yield from enumerate(each_row(data.with_format(None).select_columns(columns)))
-
-
-def _bytes_of(prompt: Any) -> int:
-    """Bytes of a text, or of the contents of messages."""
-    if isinstance(prompt, str):
-        return len(prompt.encode())
-    return sum(len(str(message.get("content")).encode()) for message in prompt)

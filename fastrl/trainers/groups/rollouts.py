@@ -20,7 +20,8 @@ from fastrl.rollout.backends import Request, RolloutBackend
 from fastrl.rollout.generation_kwargs import neutral_kwargs
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.samples import Samples
-from fastrl.trainers.groups.prompt_data import PromptRoom, reserved_of
+from fastrl.trainers.groups.prompt_data import reserved_of
+from fastrl.trainers.prompt_room import PromptRoom
 
 
 class GroupRollouts:

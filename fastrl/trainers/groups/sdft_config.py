@@ -68,6 +68,10 @@ class SDFTConfig(DistillationConfig):
         self.beta = self.distillation_alpha
         super().__post_init__()
 
+    @property
+    def longest_teacher_prompt(self) -> int | None:
+        return self.max_prompt_length
+
     def check_mode(self) -> None:
         """Raises ValueError for a divergence that is another in TRL: of the student's likeliest
         tokens, of sampled tokens, or with importance weights."""

@@ -26,6 +26,7 @@ from fastrl.learn.loss import ClippedValues, RouterTerm, UpdateLoss, ValueLoss
 from fastrl.learn.memory import MicroBatches
 from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.objective import TokenObjective
+from fastrl.learn.teacher import Teachers
 from fastrl.learn.update import Epochs
 from fastrl.registry import GROUP_ADVANTAGES
 
@@ -75,17 +76,25 @@ def old_logprobs_of(config: PPOConfig, *, needs_logits: bool, recomputes: bool) 
         recomputes: whether a sampler's log-probs are compared with the policy's.
     """
     # Without values, groups of equal rewards learn the KL alone, and its rounding errors.
-    learns_kl = config.old_logprobs == "auto" and config.kl_in == "reward"
-    learns_kl &= bool(config.init_kl_coef) and not config.needs_values
+    in_reward = config.kl_in == "reward" and bool(config.init_kl_coef)
+    in_reward |= config.teacher_kl_in == "reward" and bool(config.teacher_kl_coef)
+    learns_kl = config.old_logprobs == "auto" and in_reward and not config.needs_values
     return "recompute" if needs_logits or recomputes or learns_kl else config.old_logprobs
 
 
-def loss_of(config: PPOConfig, *, values: bool | None = None, routes: bool = False) -> UpdateLoss:
+def loss_of(
+    config: PPOConfig,
+    *,
+    values: bool | None = None,
+    routes: bool = False,
+    teachers: Teachers | None = None,
+) -> UpdateLoss:
     """The update's loss, by the settings.
 
     Args:
         values: whether the policy learns values; None: where the advantage needs them.
         routes: whether the policy is a mixture of experts whose routers can be followed.
+        teachers: those with a term in the loss.
     """
     high = config.cliprange if config.cliprange_high is None else config.cliprange_high
     kind = config.loss_denominator  # "auto": the mini-batch with values, as in TRL, else the step
@@ -98,6 +107,7 @@ def loss_of(config: PPOConfig, *, values: bool | None = None, routes: bool = Fal
         entropy_coef=config.entropy_coef,
         temperature=config.temperature,
         off_policy=config.off_policy_mask_threshold,
+        teachers=teachers,
         router=RouterTerm(config.router_aux_loss_coef, config.replay_routing) if routes else None,
     )
 

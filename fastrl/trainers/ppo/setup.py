@@ -290,12 +290,14 @@ def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 
 
 @torch.no_grad()
-def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
+def choose_heads(device: torch.device, *models: nn.Module | None, as_teacher: bool = False) -> None:
     """Scores a few tokens with each model, so that before training it chooses how to run its LM
     head, and warns if need be.
 
     Args:
         device: the inputs' device; an offloaded model's weights come there when it runs.
+        as_teacher: whether divergences are computed from the models' hidden states; raises
+            ValueError for a model whose head does not allow it.
     """
     for model in models:
         if model is None:
@@ -303,7 +305,7 @@ def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
         plain = extract_model_from_parallel(model)
         tokens = torch.arange(8) % plain.config.get_text_config().vocab_size
         inputs, rows = layout_of(plain).inputs([(tokens[:4], tokens[4:])])
-        request = ScoringRequest(rows=rows.to(device), labels=tokens[4:].to(device))
+        request = ScoringRequest(rows.to(device), tokens[4:].to(device), as_teacher=as_teacher)
         with evaluating(model):
             model(**{name: x.to(device) for name, x in inputs.items()}, scoring=request)
 

@@ -47,6 +47,7 @@ from fastrl.run.random_state import (
 )
 from fastrl.trainers.ppo.critic import CriticLearner, check_states_critic
 from fastrl.trainers.ppo.rollouts import Rollouts
+from fastrl.trainers.teachers import TeacherModels
 
 # Settings that do not change what a resumed run computes, or not more than its last bits.
 _FREE = frozenset(
@@ -55,7 +56,7 @@ _FREE = frozenset(
         "tracker_kwargs", "project_kwargs", "tracker_project_name", "push_to_hub_if_best_kwargs",
         "compare_steps", "steps", "total_ppo_epochs", "optimize_device_cache", "dataset_num_proc",
         "rollout_slots", "rollout_kv_cache_gib", "ddp_timeout", "offload_optimizer",
-        "activation_offloading", "critic",
+        "activation_offloading", "critic", "teacher_model",
     }
 )  # fmt: skip
 
@@ -85,6 +86,7 @@ class TrainerState:
         optimizer: Any,
         lr_scheduler: Any,
         reference: RefModel,
+        teachers: TeacherModels | None,
         critic: CriticLearner | None,
         kl_ctl: AdaptiveKLController | FixedKLController,
         running: RunningMoments,
@@ -95,6 +97,7 @@ class TrainerState:
         self.config, self.tokenizer, self.processes = config, tokenizer, processes
         self.policy, self.optimizer, self.lr_scheduler = policy, optimizer, lr_scheduler
         self.reference, self.critic, self.kl_ctl = reference, critic, kl_ctl
+        self.teachers = teachers
         self.running, self.scorer, self.rollouts, self.update = running, scorer, rollouts, update
         self.step = 0
         self.streams: dict[str, PromptStream] = {}
@@ -120,6 +123,7 @@ class TrainerState:
             "shuffle": numpy_state(self.update.epochs.shuffle),
             "prompts": {name: stream.state_dict() for name, stream in self.streams.items()},
             "reference": self.reference.own_weights() if self._reference_moves else {},
+            **({} if self.teachers is None else {"teacher": self.teachers.follow.weights()}),
             "micro_batches": [each.size for each in self._micro_batches],
             "rollouts": self.rollouts.state_dict(),
             "processes": self.processes.count,
@@ -133,6 +137,8 @@ class TrainerState:
         copy_weights(trained_weights(self.policy), state["policy"])
         if self._reference_moves:
             copy_weights(self.reference.own_weights(), state["reference"])
+        if self.teachers is not None:
+            copy_weights(self.teachers.follow.weights(), state["teacher"])
         load_optimizer_state(self.optimizer, self.policy, state["optimizer"])
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
@@ -176,6 +182,7 @@ class TrainerState:
             "method": self.config.method,
             **model_identity(self.policy, self.tokenizer),
             "reference": f"{self.reference.mode} {checksum(reference)}",
+            **({} if self.teachers is None else {"teachers": self.teachers.identity()}),
         }
 
     def _check_processes(self, count: int, batch_size: int) -> None:

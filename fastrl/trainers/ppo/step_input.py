@@ -19,6 +19,7 @@ from fastrl.models.host_memory import to_device
 from fastrl.run.processes import Processes
 from fastrl.samples import COLUMNS, TOKEN, Samples
 from fastrl.trainers.ppo.rollouts import Rollouts
+from fastrl.trainers.teachers import TeacherModels
 
 
 def without(samples: Samples, left_out: Sequence[int]) -> Samples:
@@ -61,10 +62,7 @@ def placed_scores(
 
 def sampled_tokens(samples: Samples, batch: TokenBatch) -> Tensor | None:
     """The sampler's log-probs, [B, T-1]; None where they are not known."""
-    if samples.sampler_logprobs is None:
-        return None
-    counted = torch.cat(samples.sampler_logprobs)[batch.mask_of_responses()]
-    return batch.scatter(to_device(counted, batch.input_ids.device), batch.rows())
+    return None if samples.sampler_logprobs is None else batch.placed(samples.sampler_logprobs)
 
 
 class StepInputs:
@@ -79,6 +77,7 @@ class StepInputs:
         name_in: a function of queries; it returns a function that names, for messages, the query
             at an index.
         device: the device of the samples' weights.
+        teachers: what the policy learns of beside the scores; None: nobody.
     """
 
     def __init__(
@@ -96,12 +95,13 @@ class StepInputs:
         name_in: Callable[[Sequence[Tensor]], Callable[[int], str]],
         device: torch.device,
         processes: Processes,
+        teachers: TeacherModels | None = None,
     ):
         self.size, self.device, self.processes = size, device, processes
         self.masks_truncated, self.per_token = masks_truncated, per_token
         self.rollouts, self.batches, self.scores = rollouts, batches, scores
         self.temperature, self.reads_sampler = temperature, reads_sampler
-        self.nonfinite, self.name_in = nonfinite, name_in
+        self.nonfinite, self.name_in, self.teachers = nonfinite, name_in, teachers
 
     def __call__(
         self,
@@ -111,6 +111,8 @@ class StepInputs:
         masks: list[Tensor] | None,
         rollout: Samples | None,
         weights: Tensor | Sequence[float] | None,
+        of_teachers: list[Tensor] | None = None,
+        teachers: Sequence[str] | None = None,
     ) -> Samples:
         """The samples of all processes.
 
@@ -141,10 +143,28 @@ class StepInputs:
                 finish_reasons=reasons,
                 sampler_logprobs=sampled,
                 token_scores=of_tokens,
+                **self._of_teachers(queries, responses, of_teachers, teachers),
             )
         samples = with_scores.gathered(self.processes, tokens=True)
         check_a_sample_is_left(sum(samples.left_out), len(samples))
         return samples
+
+    def _of_teachers(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        of_teachers: list[Tensor] | None,
+        names: Sequence[str] | None,
+    ) -> dict[str, Any]:
+        """The columns that teachers read; raises ValueError where there are none to read them."""
+        if self.teachers is not None:
+            return self.teachers.columns_of(queries, responses, of_teachers, names)
+        if of_teachers is not None or names is not None:
+            raise ValueError(
+                "teacher_queries and teachers are for teachers, and there are none: set "
+                "PPOConfig.teacher_kl_coef and pass PPOTrainer a teacher_model, or leave them out"
+            )
+        return {}
 
     def _weights(self, weights: Tensor | None, rollout: Samples | None) -> Tensor | None:
         """The samples' weights, 0 where ``mask_truncated_completions`` leaves them out.

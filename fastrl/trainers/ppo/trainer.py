@@ -81,6 +81,7 @@ from fastrl.trainers.ppo.setup import (
 )
 from fastrl.trainers.ppo.state import TrainerState, deciding
 from fastrl.trainers.ppo.step_input import StepInputs, placed_scores, sampled_tokens, without
+from fastrl.trainers.ppo.teaching import Teaching, checked_teachers, teacher_settings
 
 _LOOP_COLUMNS = ("label", "query", "response")
 
@@ -115,6 +116,11 @@ class PPOTrainer:
         critic: a separate model that learns the values, with a separate optimizer, so that the
             policy needs no value head; in place of ``PPOConfig.critic``: a sequence classifier with
             one label (a reward model, say) or its path.
+        teacher_model: whose distributions the policy learns beside its scores, by
+            ``PPOConfig.teacher_kl_coef``: a causal language model with the same tokenizer, of any
+            width; its path or Hub id; that of an adapter on the policy's base; or a dict of these
+            by name; in place of ``PPOConfig.teacher_model``. None: the policy's own weights, by
+            ``PPOConfig.teacher_model_kind``. See docs/distillation.md.
 
     Attributes:
         autocast_by_default: the mixed precision that the trainer chose; None: it chose none.
@@ -123,14 +129,15 @@ class PPOTrainer:
         scorer: runs policy and reference over a batch.
         update: minimises the clipped loss over a batch's experience.
         critic: learns the values where the policy's value head does not; else None.
+        teaching: gives a step what its teachers have to say; None without teachers.
         experience: what the last step learned from; None before the first.
         kl_ctl: the controller of the KL coefficient.
         running: the moments of all scores so far; of none without ``use_score_scaling``.
 
     Raises:
         TypeError: config, model, ref_model, tokenizer or lr_scheduler of a wrong type.
-        ValueError: a reference that the model cannot have; a policy whose language model has no
-            weight to train.
+        ValueError: a reference or a teacher that the model cannot have; a policy whose language
+            model has no weight to train.
     """
 
     rehearsed_as = rehearse.PPO
@@ -148,6 +155,7 @@ class PPOTrainer:
         lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         training_data_collator: Callable | None = None,
         critic: Critic | PreTrainedModel | str | Path | None = None,
+        teacher_model: Any = None,
     ):
         check_overrides(type(self))
         self._estimates = "compute_advantages" in overridden(type(self))  # by a subclass's method
@@ -183,6 +191,9 @@ class PPOTrainer:
             share_new_weights(self.processes, model, ref_model)
         # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
+        self._teacher_models = checked_teachers(
+            config, teacher_model, model, tokenizer, self.accelerator.mixed_precision
+        )
         optimizer, lr_scheduler = optimizer_of(
             config, model, optimizer, lr_scheduler, self.accelerator
         )
@@ -222,8 +233,13 @@ class PPOTrainer:
         self.kl_in_loss = method.has_kl_in_loss(config)
         self.advantages = method.advantages_of(config)
         self._routes = follow_routers(model, config.router_aux_loss_coef) > 0
+        precision = precision_of(model, self.accelerator)
+        self.teaching = self._make_teaching(precision)
         loss = method.loss_of(
-            config, values=config.needs_values and critic_model is None, routes=self._routes
+            config,
+            values=config.needs_values and critic_model is None,
+            routes=self._routes,
+            teachers=None if self.teaching is None else self.teaching.in_loss,
         )
         self.aggregate = loss.aggregate
         self.nonfinite = NonFiniteNumbers(
@@ -235,7 +251,6 @@ class PPOTrainer:
                 config, critic_model, self.accelerator, loss, self.nonfinite, self.processes
             )
         values_model = None if self.critic is None else self.critic.model
-        precision = precision_of(model, self.accelerator)
         choose_heads(self.current_device, self.model, self.ref_model)
         self.padding = choose_padding(
             config.padding_free,
@@ -297,6 +312,7 @@ class PPOTrainer:
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             reference=self.reference,
+            teachers=self._teacher_models,
             critic=self.critic,
             kl_ctl=self.kl_ctl,
             running=self.running,
@@ -319,7 +335,33 @@ class PPOTrainer:
             name_in=self._name_in,
             device=self.current_device,
             processes=self.processes,
+            teachers=self._teacher_models,
         )
+
+    def _make_teaching(self, precision: torch.dtype) -> Teaching | None:
+        """Moves the teachers to their devices, and makes what runs them; None without teachers.
+
+        Args:
+            precision: the lowest in which forward passes compute.
+        """
+        models, config, tokenizer = self._teacher_models, self.config, self.tokenizer
+        if models is None:
+            return None
+        policy = self.accelerator.unwrap_model(self.model)
+        models.place(policy, self.accelerator)
+        in_reward = config.teacher_kl_in == "reward"
+        wrappers = [reference.model for reference in models.references.values()]
+        choose_heads(self.current_device, policy, *wrappers, as_teacher=not in_reward)
+        teachers = models.made(
+            teacher_settings(config),
+            self.current_device,
+            precision,
+            lambda: self.padding,
+            self.accelerator.autocast,
+            self.processes,
+        )
+        pad_token = data.padding_token((), tokenizer, policy.config.get_text_config().vocab_size)
+        return Teaching(models, teachers, in_reward, pad_token or 0, self.current_device)
 
     def step(
         self,
@@ -329,6 +371,8 @@ class PPOTrainer:
         response_masks: list[Tensor] | None = None,
         rollout: Samples | None = None,
         weights: Tensor | Sequence[float] | None = None,
+        teacher_queries: list[Tensor] | None = None,
+        teachers: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """One PPO iteration on a batch of scored responses.
 
@@ -348,6 +392,9 @@ class PPOTrainer:
                 temperature, by which ``PPOConfig.sampler_correction`` weights the loss.
             weights: ``batch_size`` numbers of 0 or more that multiply each sample's part of the
                 loss: 2 counts like the sample twice, 0 like none. None: 1.
+            teacher_queries: with a teacher the token ids that it reads in place of each query, such
+                as the query with a hint. None: it reads the queries.
+            teachers: where ``teacher_model`` is a dict: the name of each sample's teacher.
 
         A sample that ``rollout`` says ended in NaN logits (finish reason "nan"; its response may be
         empty), or whose score, log-probs, values or rewards are not finite, stays in the batch with
@@ -370,7 +417,9 @@ class PPOTrainer:
         the order of the samples are as before the call. Optimizer steps that were taken until then
         stay.
         """
-        samples = self._inputs(queries, responses, scores, response_masks, rollout, weights)
+        samples = self._inputs(
+            queries, responses, scores, response_masks, rollout, weights, teacher_queries, teachers
+        )
         nan = [i for i, out in enumerate(samples.left_out) if out]
         nonfinite = self.nonfinite.scores(samples.scores, nan, self._name_in(samples.prompt_ids))
         while True:
@@ -407,6 +456,8 @@ class PPOTrainer:
         with self._evaluating(), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
                 scored, reuse_stats = self.score_or_reuse(batch, samples)
+                if self.teaching is not None:
+                    scored = self.teaching(scored, samples, self.scorer)
                 sampler_weights: Tensor | None = None
                 sampler_stats: dict[str, Tensor] = {}
                 if self.sampler_correction is not None:
@@ -419,6 +470,11 @@ class PPOTrainer:
                     *scored.kl_operands,
                     batch.mask,
                 )
+                if self.teaching is not None and self.teaching.in_reward:
+                    of_teachers, teacher_stats = self.teaching.rewards(scored)
+                    rewards = rewards + of_teachers
+                    non_score_rewards = non_score_rewards + of_teachers
+                    sampler_stats |= teacher_stats
             with clock("compute_advantages"):
                 estimates = self.compute_advantages(scored.values, rewards, batch.mask)
                 values, advantages, returns = check_estimates(
@@ -844,7 +900,8 @@ class PPOTrainer:
         ``PPOConfig.temperature``.
 
         Each of the two losses has its own gradient. ``step()`` computes both in one pass, to the
-        same numbers. Neither has the KL term of ``kl_in="loss"``, or a term of entropies.
+        same numbers. Neither has the KL term of ``kl_in="loss"``, or a term of entropies or
+        of teachers.
 
         Raises:
             ValueError: a separate critic learns the values.
@@ -964,6 +1021,8 @@ class PPOTrainer:
         for learner in self.update.learners:
             gradient = learner.gradient
             gradient.rules = gradient.rules._replace(micro_batch_tokens=passes.tokens)
+        if self.teaching is not None:
+            self.teaching.limit_passes(passes.tokens)
         self.update.activations.recomputed |= passes.recomputed
 
     # State and files; then what several methods share.
@@ -1056,6 +1115,12 @@ class PPOTrainer:
         return None
 
     @property
+    def teacher_models(self) -> list[Any]:
+        """The teachers that are models of their own."""
+        models = self._teacher_models
+        return [] if models is None else models.separate(self.accelerator)
+
+    @property
     def steps_begun(self) -> int:
         """How many optimizer steps of policy and critic have begun, added up."""
         return self.update.steps_begun
@@ -1068,7 +1133,7 @@ class PPOTrainer:
     def computing(self) -> AbstractContextManager[None]:
         """Context in which CPUs compute matrix products by the run's libraries, see Products."""
         critic = None if self.critic is None else self.critic.model
-        return self.products.on(self.model, self.ref_model, critic)
+        return self.products.on(self.model, self.ref_model, critic, *self.teacher_models)
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Context in which policy and critic are in evaluation mode."""
@@ -1083,3 +1148,5 @@ class PPOTrainer:
         interval = self.config.sync_ref_every
         if interval and self.current_step % interval == 0:
             self.reference.follow(self.config.ref_ema)
+        if self._teacher_models is not None:
+            self._teacher_models.follow.after(self.current_step)

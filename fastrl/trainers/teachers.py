@@ -1,4 +1,4 @@
-"""The teachers of trainers that sample responses: their models, and the prompts that they read."""
+"""The teachers of trainers that learn from responses: their models, and what they read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.config import parse_json
+from fastrl.config import TeacherArguments, parse_json
+from fastrl.data.batch import check_token_lists
 from fastrl.data.chat import TEMPLATE_COLUMNS, check_messages, content_text, is_chat, templates_of
 from fastrl.data.choose_padding import Packing, logprobs_and_values
 from fastrl.data.prompt_ids import ids_of_prompts
@@ -31,19 +32,24 @@ from fastrl.learn.ref_model import (
     choose_ref_model,
 )
 from fastrl.learn.ref_model.adapter import trained_before
+from fastrl.learn.scorer import check_tokens
 from fastrl.learn.teacher import Teachers, TeacherSettings
-from fastrl.models import CausalLMPolicy
+from fastrl.models import CausalLMPolicy, PreTrainedModelWrapper
 from fastrl.models.adapter_base import moves_base
 from fastrl.models.adapters import TEACHER_ADAPTER
+from fastrl.models.layout import layout_of
 from fastrl.models.load import load_language_model, load_tokenizer
 from fastrl.models.model_files import ADAPTER_CONFIG, find_file
 from fastrl.models.utils import checksum
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
-from fastrl.trainers.groups.prompt_data import PromptRoom
+from fastrl.trainers.prompt_room import PromptRoom
+from fastrl.trainers.reference import model_of
 from fastrl.trainers.supervised import is_path
 
 TEACHER_COLUMNS = PROMPT, CONTEXT = "teacher_prompt", "privileged_context"
+# Why a GradScaler does not go with a teacher.
+SCALED = "scales the loss before its gradient, and a teacher's term has its gradient by then"
 _OWN = "the policy"
 _AT_A_TIME = 1 << 10  # rows that are encoded together
 # Texts whose ids tell one tokenizer from another: words, numbers, code, scripts, blanks.
@@ -52,6 +58,39 @@ _PROBES = (
     "def f(x):\n    return x ** 2  # 3.14159\n",
     "Größe naïve 東京 Привет مرحبا 🙂\t\n\n  end",
 )
+
+
+def teachers_of(
+    given: Any,
+    args: Any,
+    policy: PreTrainedModelWrapper,
+    tokenizer: Any,
+    *,
+    coef: float,
+    fresh: bool,
+    refused: Mapping[str, bool],
+) -> TeacherModels | None:
+    """The models of the teachers that a trainer's settings and arguments ask for; None without.
+
+    Args:
+        coef: the weight of what is learned of teachers; 0: nothing is.
+        refused: what does not go with a teacher, in words, and whether the trainer has it.
+
+    Raises:
+        ValueError: a teacher, and nothing to learn of it; what is refused; as
+            :class:`TeacherModels`.
+    """
+    if not coef:
+        if given is not None:
+            raise ValueError(
+                "teacher_model is given and teacher_kl_coef is 0, so that nothing is learned of "
+                "it: set teacher_kl_coef, or leave teacher_model out"
+            )
+        return None
+    for message, applies in refused.items():
+        if applies:
+            raise ValueError(message)
+    return TeacherModels(given, args, policy, tokenizer, fresh)
 
 
 class TeacherModels:
@@ -66,6 +105,7 @@ class TeacherModels:
 
     Attributes:
         references: the teachers by name.
+        follow: moves a teacher that is an average of the policy's weights.
         vocabulary: the number of tokens, where heads have different numbers of rows; else None.
 
     Raises:
@@ -78,12 +118,12 @@ class TeacherModels:
         self,
         given: Any,
         args: Any,
-        policy: CausalLMPolicy,
+        policy: PreTrainedModelWrapper,
         tokenizer: Any,
         fresh: bool,
     ):
         args.check_teacher()
-        self.args, self._policy, self._tokenizer = args, policy, tokenizer
+        self.args, self._policy, self.tokenizer = args, policy, tokenizer
         named = given if isinstance(given, Mapping) else {_OWN if given is None else "": given}
         if isinstance(given, Mapping) != (args.teacher_column is not None):
             raise ValueError(
@@ -94,7 +134,6 @@ class TeacherModels:
             raise ValueError("teacher_model is an empty dict: name the teachers")
         self.sizes = {policy.pretrained_model.get_output_embeddings().weight.shape[0]}
         self.references: dict[str, RefModel] = {}
-        self.follows = None
         for number, (name, model) in enumerate(named.items()):
             label = name or (model if isinstance(model, str) else _kind_of(model))
             if model is None:
@@ -107,6 +146,10 @@ class TeacherModels:
                 f"a head has {min(self.sizes)} rows, and the tokenizer {len(tokenizer)} tokens: "
                 "teacher and policy must have a row for each token"
             )
+        own = self.references.get(_OWN)
+        averaged = own is not None and args.teacher_model_kind == "ema"
+        every = args.teacher_sync_steps if averaged else 0
+        self.follow = Follow(own, every, args.teacher_update_rate)
 
     def _own(self, fresh: bool) -> RefModel:
         """The policy's own weights: those that it begins with, has, or had on average."""
@@ -130,13 +173,14 @@ class TeacherModels:
         policy = self._policy
         hub = {**parse_json("teacher_model_init_kwargs", self.args.teacher_model_init_kwargs)}
         revision = getattr(self.args, "teacher_model_revision", None)
+        trusted = getattr(self.args, "trust_remote_code", False)
         if is_path(model):
             if revision is not None:
                 hub.setdefault("revision", revision)
             own = {k: v for k, v in hub.items() if k in ("token", "cache_dir", "revision")}
             if policy.is_peft_model and find_file(str(model), ADAPTER_CONFIG, own):
                 return OwnAdapterRefModel(policy, str(model), f"{TEACHER_ADAPTER}_{number}", own)
-            if self.args.trust_remote_code:
+            if trusted:
                 hub.setdefault("trust_remote_code", True)
             loaded = load_language_model(model, **hub)
         else:
@@ -145,20 +189,20 @@ class TeacherModels:
                     "teacher_model_init_kwargs are for a teacher that is loaded by its path, and "
                     f"{name!r} is loaded already: leave them out"
                 )
-            loaded = model
+            loaded = getattr(model, "pretrained_model", model)
         if callable(loaded) and not isinstance(loaded, nn.Module):
             if self.args.teacher_kl_in == "reward":
                 raise ValueError(
                     f"teacher {name!r} is a function, which need not name the token that was "
                     "sampled, and teacher_kl_in='reward' reads its log-prob: choose 'loss'"
                 )
-            return AskedTeacher(name, loaded, self.args.teacher_rest, len(self._tokenizer))
+            return AskedTeacher(name, loaded, self.args.teacher_rest, len(self.tokenizer))
         if loaded is policy.pretrained_model:
             raise ValueError(
                 f"teacher {name!r} is the model that is trained: leave teacher_model out, and "
                 "choose teacher_model_kind='live'"
             )
-        check_same_tokenizer(self._tokenizer, loaded, name, self.args.trust_remote_code)
+        check_same_tokenizer(self.tokenizer, loaded, name, trusted)
         head = loaded.get_output_embeddings()
         self.sizes.add(head.weight.shape[0])
         teacher = CausalLMPolicy(loaded)
@@ -166,14 +210,24 @@ class TeacherModels:
             return OffloadRefModel(teacher)
         return CopyRefModel(teacher)
 
-    def is_policy_itself(self, live_alone: bool) -> bool:
-        """Whether the one teacher is the policy as it is, or unless ``live_alone``, as it begins,
-        so that behind the same prompts there is nothing to learn."""
+    def refuse_itself(
+        self,
+        live_alone: bool,
+        remedy: str = "give the data a column teacher_prompt or privileged_context",
+    ) -> None:
+        """Raises ValueError where teachers read the policy's prompts, and the one teacher is the
+        policy as it is, or unless ``live_alone``, as it begins."""
         own = self.references.get(_OWN)
-        if own is None or isinstance(own, LiveRefModel) or live_alone:
-            return isinstance(own, LiveRefModel)
-        peft = self._policy.pretrained_model if self._policy.is_peft_model else None
-        return not (isinstance(own, AdapterOffRefModel) and trained_before(peft))
+        itself = isinstance(own, LiveRefModel)
+        if own is not None and not itself and not live_alone:
+            peft = self._policy.pretrained_model if self._policy.is_peft_model else None
+            itself = not (isinstance(own, AdapterOffRefModel) and trained_before(peft))
+        if itself:
+            raise ValueError(
+                f"the teacher is the policy itself (teacher_model_kind="
+                f"{self.args.teacher_model_kind!r}) behind the same prompts, so that there is "
+                f"nothing to learn of it: {remedy}, or pass teacher_model"
+            )
 
     def read_by(self) -> list[Any]:
         """The language models that read teachers' prompts."""
@@ -216,17 +270,80 @@ class TeacherModels:
             of_each.append(f"{name}: {reference.mode} {checksum(weights)}")
         return ", ".join(of_each)
 
-    def follow(self) -> Follow:
-        """Moves a teacher that is an average of the policy's weights."""
-        own = self.references.get(_OWN)
-        averaged = own is not None and self.args.teacher_model_kind == "ema"
-        every = self.args.teacher_sync_steps if averaged else 0
-        return Follow(own, every, self.args.teacher_update_rate)
+    def place(self, policy: Any, accelerator: Any) -> None:
+        """Moves the teachers to where they compute, once the policy is prepared."""
+        for reference in self.references.values():
+            reference.place(policy, accelerator)
+
+    def separate(self, accelerator: Any) -> list[Any]:
+        """The teachers that are models of their own, without wrappers."""
+        of_own = (model_of(x, accelerator) for x in self.references.values())
+        return [model for model in of_own if model is not None]
+
+    def number(self, name: Any, where: str) -> int:
+        """The number of the teacher ``name``; ``where`` it is named is for the error."""
+        names = list(self.references)
+        if name not in names:
+            raise ValueError(
+                f"{where} names the teacher {name!r}, and teacher_model has {', '.join(names)}"
+            )
+        return names.index(name)
+
+    def columns_of(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        of_teachers: Any,
+        names: Sequence[str] | None,
+    ) -> dict[str, Any]:
+        """The columns ``teacher_prompt_ids`` and ``teachers`` of a step's samples, checked.
+
+        Args:
+            queries, responses: of the policy, checked.
+            of_teachers: the queries that teachers read, as token ids; None: the policy's.
+            names: the samples' teachers; None: all have the one that there is.
+
+        Raises:
+            ValueError: names the argument and the element.
+        """
+        if of_teachers is None:
+            self.refuse_itself(True, "pass teacher_queries")
+            read = queries
+        else:
+            size = self._policy.config.get_text_config().vocab_size
+            read = of_teachers = check_token_lists(
+                of_teachers, responses, vocab_size=size, name="teacher_queries"
+            )[0]
+        if (names is not None) != (self.args.teacher_column is not None):
+            raise ValueError(
+                "teachers, the names of the samples' teachers, are for a teacher_model that is a "
+                "dict, and needed then: " + ("leave them out" if names else "pass them")
+            )
+        if names is not None and len(names) != len(responses):
+            raise ValueError(f"teachers has {len(names)} elements, responses {len(responses)}")
+        numbers = names and [self.number(x, f"teachers[{i}]") for i, x in enumerate(names)]
+        models = self.read_by()
+        for i, (query, response) in enumerate(zip(read, responses, strict=True)):
+            layout = layout_of(models[numbers[i] if numbers else 0])
+            limit = layout.exceeded(len(query), len(response))
+            if limit is not None:
+                raise ValueError(
+                    f"teacher_queries[{i}] and responses[{i}] have {len(query)} + {len(response)} "
+                    f"tokens, beyond the teacher's {limit}: shorten the teacher's prompt"
+                )
+        check_tokens(
+            self.args.micro_batch_tokens,
+            list(map(len, read)),
+            list(map(len, responses)),
+            "teacher_queries[{0}] and responses[{0}]".format,
+        )
+        return {"teacher_prompt_ids": of_teachers, "teachers": numbers}
 
     def made(
         self,
         settings: TeacherSettings,
-        packing: tuple[Any, Any, Any, Any, Any],
+        device: torch.device,
+        lowest: torch.dtype,
         own_padding: Callable[[], Padding],
         autocast: Callable[[], AbstractContextManager],
         processes: Processes,
@@ -234,9 +351,11 @@ class TeacherModels:
         """The teachers, once their models are on their devices.
 
         Args:
-            packing: the first arguments of :class:`fastrl.data.choose_padding.Packing`.
+            lowest: the lowest precision in which forward passes compute.
             own_padding: returns how the policy's batches are laid out.
         """
+        asks = lambda: self.args.padding_free  # noqa: E731
+        packing = device, lowest, autocast, processes.any, asks
 
         def padding_of(reference: RefModel) -> Callable[[], Padding]:
             if reference.model is None:
@@ -253,26 +372,27 @@ class TeacherPrompts:
     """What teachers read in place of the policy's prompts, and which teacher a prompt has.
 
     Args:
-        names: the teachers' names.
-        rooms: the room that each teacher's context leaves for prompts.
+        models: the teachers.
+        template: further arguments of the chat template.
+        most: the most tokens of a response.
+        limit: the setting that ``most`` is.
     """
 
     def __init__(
         self,
-        args: Any,
-        names: Sequence[str],
-        tokenizer: Any,
+        models: TeacherModels,
         template: Mapping[str, Any],
-        rooms: Sequence[PromptRoom],
+        most: int | None,
+        limit: str = "max_completion_length",
     ):
-        self.args, self.names = args, list(names)
-        self._tokenizer, self._template = tokenizer, template
-        self._rooms = rooms
-
-    def columns_of(self, *data: Any) -> list[str]:
-        """The columns of data sets from which teachers' prompts are made."""
-        named = (getattr(x, "column_names", None) or () for x in data)
-        return sorted({name for names in named for name in names if name in (PROMPT, CONTEXT)})
+        self.models, self._template = models, template
+        self.args: TeacherArguments = models.args
+        self._tokenizer = models.tokenizer
+        of_a_pass = models.args.micro_batch_tokens
+        self._rooms = [
+            PromptRoom(model, most, self._tokenizer, template, of_a_pass, limit=limit)
+            for model in models.read_by()
+        ]
 
     def check(self, data: Any, name: str) -> None:
         """Checks all rows of a data set; those of a stream are checked as they are learned from.
@@ -293,10 +413,10 @@ class TeacherPrompts:
             numbers = list(range(first, first + len(part)))
             self._of(prompts, columns, numbers, [f"row {i} of {name}" for i in numbers])
 
-    def of(self, samples: Samples) -> dict[str, Any]:
+    def of(self, samples: Samples, places: Sequence[str] = ()) -> dict[str, Any]:
         """The columns ``teacher_prompt_ids`` and ``teachers`` of samples. Raises ValueError as
-        :meth:`check` does."""
-        places = [f"prompt {i}, {x!r:.80}," for i, x in enumerate(samples.prompts)]
+        :meth:`check` does; ``places`` name the samples' prompts."""
+        places = places or [f"prompt {i}, {x!r:.80}," for i, x in enumerate(samples.prompts)]
         rows = samples.prompt_rows or range(len(samples))
         return self._of(samples.prompts, samples.columns or {}, rows, places)
 
@@ -311,7 +431,8 @@ class TeacherPrompts:
         count = len(prompts)
         if self.args.teacher_column is not None:
             values = columns.get(self.args.teacher_column, [None] * count)
-            found["teachers"] = [self._number(x, y) for x, y in zip(values, places, strict=True)]
+            named = (f"{place}: column {self.args.teacher_column!r}" for place in places)
+            found["teachers"] = list(map(self.models.number, values, named))
         if PROMPT in columns or CONTEXT in columns:
             texts, contexts = (columns.get(x, [None] * count) for x in (PROMPT, CONTEXT))
             read = [
@@ -319,14 +440,6 @@ class TeacherPrompts:
             ]
             found["teacher_prompt_ids"] = self._encoded(read, columns, rows, places)
         return found
-
-    def _number(self, name: Any, where: str) -> int:
-        if name not in self.names:
-            raise ValueError(
-                f"{where}: column {self.args.teacher_column!r} names the teacher {name!r}, and "
-                f"teacher_model has {', '.join(self.names)}"
-            )
-        return self.names.index(name)
 
     def _read(self, prompt: Any, text: Any, context: Any, where: str) -> Any:
         """What the teacher reads in place of a prompt."""
@@ -375,7 +488,7 @@ class TeacherPrompts:
             self._tokenizer,
             [templates[i] for i in chosen],
             [names[i] for i in chosen],
-            self.args.max_prompt_length,
+            self.args.longest_teacher_prompt,
         )
         for i, each in zip(chosen, ids, strict=True):
             for room in self._rooms:
@@ -431,10 +544,3 @@ def check_same_tokenizer(tokenizer: Any, model: Any, name: str, trusted: bool = 
                 f"teacher {name!r} has another tokenizer: {text!r} is {mine[:8]}… to the policy's "
                 f"and {its[:8]}… to the teacher's: take a teacher of the policy's family"
             )
-
-
-def packing_of(
-    args: Any, lowest: torch.dtype, autocast: Any, processes: Processes
-) -> tuple[Any, Any, Any, Any, Any]:
-    """The first arguments of ``Packing`` by a trainer's settings."""
-    return args.device, lowest, autocast, processes.any, lambda: args.padding_free

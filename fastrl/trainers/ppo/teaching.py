@@ -1,0 +1,124 @@
+"""What a PPOTrainer learns of its teachers: a term of the loss, or a part of tokens' rewards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.config import PPOConfig
+from fastrl.learn.experience import Experience
+from fastrl.learn.samples import teacher_batch
+from fastrl.learn.scorer import Scorer
+from fastrl.learn.teacher import Teachers, TeacherSettings
+from fastrl.models import PreTrainedModelWrapper
+from fastrl.samples import Samples
+from fastrl.trainers.teachers import SCALED, TeacherModels, teachers_of
+
+
+def checked_teachers(
+    config: PPOConfig, given: Any, policy: PreTrainedModelWrapper, tokenizer: Any, precision: str
+) -> TeacherModels | None:
+    """The teachers that were passed to a trainer, or that its configuration names; None without.
+
+    Args:
+        precision: accelerate's mixed precision.
+
+    Raises:
+        ValueError: two teachers; an encoder–decoder as policy; a loss that is scaled; as
+            :func:`fastrl.trainers.teachers.teachers_of`.
+    """
+    if given is not None and config.teacher_model is not None:
+        raise ValueError(
+            f"teacher_model is given, and PPOConfig.teacher_model={config.teacher_model!r} names "
+            "another: leave one out"
+        )
+    two = (
+        "a teacher reads a prompt and its response as one text, and the policy is an "
+        "encoder–decoder: leave teacher_kl_coef at 0, or train a causal language model"
+    )
+    return teachers_of(
+        config.teacher_model if given is None else given,
+        config,
+        policy,
+        tokenizer,
+        coef=config.teacher_kl_coef,
+        fresh=False,
+        refused={
+            two: policy.is_encoder_decoder,
+            f"mixed precision fp16 {SCALED}: use bf16": precision == "fp16",
+        },
+    )
+
+
+def teacher_settings(config: PPOConfig) -> TeacherSettings:
+    """How much is learned of teachers, and by which divergence."""
+    coef, beta = config.teacher_kl_coef, config.teacher_beta
+    return TeacherSettings(coef, beta, config.temperature, None, config.micro_batch_tokens)
+
+
+class Teaching:
+    """Gives a step's experience what its teachers have to say.
+
+    Args:
+        models: the teachers' models; ``teachers`` runs them.
+        in_reward: whether they are in the rewards, and not in the loss.
+        pad_token: the id that pads.
+
+    Attributes:
+        in_loss: the teachers, where the loss has their term; else None.
+    """
+
+    def __init__(
+        self,
+        models: TeacherModels,
+        teachers: Teachers,
+        in_reward: bool,
+        pad_token: int,
+        device: torch.device,
+    ):
+        self.models, self.teachers, self.in_reward = models, teachers, in_reward
+        self.pad_token, self.device = pad_token, device
+
+    @property
+    def in_loss(self) -> Teachers | None:
+        return None if self.in_reward else self.teachers
+
+    def limit_passes(self, tokens: int | None) -> None:
+        """Limits the tokens of a teacher's forward pass in the loss."""
+        settings = self.teachers.settings._replace(micro_batch_tokens=tokens)
+        self.teachers.settings = settings
+
+    def __call__(self, scored: Experience, samples: Samples, scorer: Scorer) -> Experience:
+        """The scored batch with the responses behind their teachers' prompts, and where rewards
+        have them with the teachers' log-probs. All processes call it with the same samples.
+
+        Args:
+            scorer: has the limits of forward passes, and halves them where memory runs out.
+        """
+        samples = replace(samples, learned=[mask.bool() for mask in samples.written])
+        tokens = teacher_batch(samples, self.pad_token)
+        if tokens is not None:
+            tokens = tokens.to(self.device)
+        logprobs = self._logprobs(scored, samples, scorer) if self.in_reward else None
+        return replace(scored, teacher_tokens=tokens, teacher_logprobs=logprobs)
+
+    def _logprobs(self, scored: Experience, samples: Samples, scorer: Scorer) -> Tensor:
+        """Log-probs of the responses' tokens by their teachers, [B, T-1]."""
+        for attempt in scorer.slices(min(scorer.limit.samples, len(samples))):
+            with attempt as size:
+                limit = scorer.limit._replace(samples=size)
+                found = self.teachers.log_probs(
+                    samples, self.pad_token, self.device, limit, shared=True
+                )
+        return scored.tokens.placed(found)
+
+    def rewards(self, scored: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        """-coef·(log π_old - log π_teacher) of each token, [B, T-1]; and statistics."""
+        assert scored.teacher_logprobs is not None
+        apart = scored.logprobs - scored.teacher_logprobs
+        samples = scored.tokens.mask.any(-1).sum()
+        statistics = {"objective/teacher_kl": apart.sum() / samples}
+        return -self.teachers.settings.coef * apart, statistics
