@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class GenerationLedger:
         samples: Samples,
         weights_version: int,
         advantages: Lists | None = None,
+        of_teachers: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Adds the responses of a generation, counted from 1.
 
@@ -55,10 +57,11 @@ class GenerationLedger:
             samples: samples of all processes.
             weights_version: optimizer steps before the samples were drawn.
             advantages: advantages of the tokens that are learned.
+            of_teachers: see :func:`teacher_columns`.
         """
         columns = ledger_columns(samples, weights_version, advantages, self.temperature)
         del columns["prompt_row"]  # a loader yields rows without their number
-        self.ledger.add(generation, columns)
+        self.ledger.add(generation, {**columns, **of_teachers})
 
     def flush(self) -> None:
         """Writes all rows to the disk."""
@@ -119,6 +122,27 @@ def ledger_columns(
         "score": samples.scores.numpy(),
         "token_scores": _lists(samples.token_scores, np.float32),
         **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in samples.rewards_by_function.items()},
+    }
+
+
+def teacher_columns(
+    names: Sequence[str],
+    numbers: Sequence[int] | None,
+    prompt_ids: Sequence[Tensor] | None,
+    logprobs: Lists | None,
+) -> dict[str, Any]:
+    """Returns a step's columns of :func:`fastrl.run.ledger.teacher_fields`.
+
+    Args:
+        names: the names of the teachers.
+        numbers: the number of each sample's teacher; None: all have the same one.
+        prompt_ids: what teachers read in place of the prompts; None: the prompts.
+        logprobs: the teachers', of the tokens that are learned; None: they are not known.
+    """
+    return {
+        "teacher": None if numbers is None else [names[i] for i in numbers],
+        "teacher_prompt_ids": _lists(prompt_ids, np.int32),
+        "teacher_logprobs": logprobs,
     }
 
 

@@ -22,7 +22,8 @@ _HELP = (
 _ORIGINS = {
     "log-probs": "the policy gives a token of the response no probability, or its logits are NaN",
     "values": "the value head, or the critic, returns them",
-    "rewards": "the scores are finite, so look at the reference model's log-probs of the response",
+    "rewards": "the scores are finite, so look at the log-probs of the response by the reference "
+    "model, or by a teacher",
 }
 
 

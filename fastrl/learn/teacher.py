@@ -170,7 +170,7 @@ class Teachers:
         limit = PassLimit(len(tokens), self.settings.micro_batch_tokens)
         parts = batch.parts(chosen, limit) if chosen else []
         times = len(parts)
-        if reference.model is not None and is_spread(reference.model):
+        if is_spread(reference.policy if reference.model is None else reference.model):
             times = max(self.processes.objects(times))
         heads: list[TeacherHead] = []
         for k in range(times):

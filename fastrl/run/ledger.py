@@ -25,7 +25,7 @@ _NAME = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 _FACTS = b"fastrl"  # key of the files' metadata
 _NOT_REPEATED = (
     *("prompt_ids", "completion", "completion_ids", "logprobs", "values", "advantages"),
-    *("token_scores", "written"),
+    *("token_scores", "written", "teacher_prompt_ids", "teacher_logprobs"),
 )
 
 
@@ -57,6 +57,20 @@ def fields() -> dict[str, pa.DataType]:
         "reward": pa.float32(),
         "score": pa.float32(),  # the reward less penalties
         "token_scores": numbers,  # one per completion token; null where only their sum is known
+    }
+
+
+@functools.cache
+def teacher_fields() -> dict[str, pa.DataType]:
+    """The columns that the ledger of a run with teachers has beside :func:`fields`."""
+    import pyarrow as pa
+
+    return {
+        "teacher": pa.string(),  # its name; null where there is one
+        "teacher_prompt_ids": pa.list_(pa.int32()),  # null where teachers read the prompts
+        # At the policy's temperature, of the tokens that advantages are of; null where teachers are
+        # in the loss, which they join when a row is written already.
+        "teacher_logprobs": pa.list_(pa.float32()),
     }
 
 
@@ -110,8 +124,9 @@ class Ledger:
         """Adds the samples of a step.
 
         Args:
-            columns: the columns of :func:`fields` other than the first two, and those of reward
-                functions; columns that are left out are null.
+            columns: the columns of :func:`fields` other than the first two, those of reward
+                functions, and :func:`teacher_fields`; columns that are left out are null, or not
+                there where they are not in every ledger.
 
         Raises:
             ValueError: the ledger has this step, or a later one.
@@ -327,7 +342,7 @@ def _type_of(name: str) -> pa.DataType:
     """The type of a column of that name; raises KeyError for another name."""
     import pyarrow as pa
 
-    return pa.float32() if name.startswith(PER_FUNCTION) else fields()[name]
+    return pa.float32() if name.startswith(PER_FUNCTION) else {**fields(), **teacher_fields()}[name]
 
 
 def _no_rows(names: Iterable[str] | None) -> pa.Table:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForSequenceClassification, PrinterCallback, ProgressCallback
 
-from fastrl.config import PPOConfig, json_object
+from fastrl.config import PPOConfig, json_object, parse_json
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+from fastrl.models.model_files import is_adapter
 from fastrl.rollout import SamplingParams
 from fastrl.rollout.backends import EngineBackend
 from fastrl.rollout.rehearsed_engine import RehearsedEngine
@@ -43,12 +44,14 @@ _NOT_REHEARSED: dict[str, Any] = {
     **dict.fromkeys(("push_to_hub", "load_best_model_at_end", "dataloader_pin_memory"), False),
     **{"dataloader_num_workers": 0, "warmup_steps": 0, "torch_compile": False},
     **dict.fromkeys(("resume_from_checkpoint", "dataset_num_proc", "evaluation_strategy")),
+    "teacher_model_init_kwargs": None,  # teachers are built, not loaded
     **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # of the run's tokenizer
 }
 # Settings of a rehearsal of PPO: nothing acts outside of this process, a critic is built, not read,
 # and learns from the first step on with the policy, and nothing is taken over from rollouts.
 _NOT_OF_PPO: dict[str, Any] = {
     **dict.fromkeys(("log_with", "critic", "forward_batch_size", "optimize_cuda_cache")),
+    **dict.fromkeys(("teacher_model", "teacher_model_init_kwargs")),
     **{"push_to_hub_if_best_kwargs": {}, "optimize_device_cache": False},
     **{"old_logprobs": "recompute", "sampler_correction": "off"},
     **{"critic_warmup_steps": 0, "replay_routing": False},
@@ -300,12 +303,10 @@ def _online(
         others["reward_funcs"] = alternating
     if teachers:
         rows["teacher_prompt"] = [words(prompt, i % 2) for i in range(count)]
-        built = {name: x and _teacher(x) for name, x in teachers.items()}
-        model = built if args.teacher_column else next(iter(built.values()))
+        model = _built(stage, teachers)
         others |= {} if model is None else {"teacher_model": model}
         if args.teacher_column:
-            rows[args.teacher_column] = [list(built)[i % len(built)] for i in range(count)]
-        memory.notes.append("teachers' prompts are planned as long as the policy's")
+            rows[args.teacher_column] = [list(teachers)[i % len(teachers)] for i in range(count)]
     trainer = stage.made(
         stage.skeleton.build(),
         rows,
@@ -330,9 +331,7 @@ def _online(
 
     trainer._collect.respond = trainer.responding_by(respond)
     memory.notes.append("the reward functions' memory: left out")
-    models = trainer._teacher_models
-    known = () if models is None else models.references.values()
-    stage.train(trainer, trainer._reference, *known)
+    stage.train(trainer, trainer._reference, *_references(trainer))
     return trainer.__class__.__name__.removesuffix("Trainer"), {"batch_size": stage.size}
 
 
@@ -341,13 +340,32 @@ def likeliest(_prompts: Any, completion_ids: Sequence[list[int]], **_: Any) -> l
     return [([[0]] * len(ids), [[0.0]] * len(ids)) for ids in completion_ids]
 
 
-def _teacher(skeleton: Any) -> Any:
-    """Builds a teacher, whose tokenizer is not looked at; functions are returned."""
-    if not isinstance(skeleton, Skeleton):
-        return skeleton
-    model = skeleton.build()
-    model.config.name_or_path = ""
-    return model
+def _built(stage: Stage, teachers: Mapping[str, Any]) -> Any:
+    """The argument ``teacher_model``: teachers that are built, whose tokenizer is not looked at, and
+    functions."""
+    stage.memory.notes.append("teachers' prompts are planned as long as the policy's")
+    built = dict(teachers)
+    for name, skeleton in teachers.items():
+        if isinstance(skeleton, Skeleton):
+            stage.memory.notes += skeleton.guesses
+            built[name] = skeleton.build()
+            built[name].config.name_or_path = ""
+    return built if stage.settings.teacher_column else next(iter(built.values()))
+
+
+def _named_teacher(stage: Stage) -> Skeleton | None:
+    """The skeleton of the teacher that settings name; None for one with the policy's weights."""
+    path = stage.settings.teacher_model
+    if path is None or (stage.skeleton.adapter is not None and is_adapter(path)):
+        return None
+    options = parse_json("teacher_model_init_kwargs", stage.settings.teacher_model_init_kwargs)
+    return Skeleton.read(path, str(options.get("dtype", "float32")))
+
+
+def _references(trainer: Any) -> list[Any]:
+    """The references that a trainer's teachers are."""
+    models = trainer._teacher_models
+    return [] if models is None else list(models.references.values())
 
 
 def _teachers(trainer: Any) -> dict[str, Any]:
@@ -363,12 +381,18 @@ def _teachers(trainer: Any) -> dict[str, Any]:
     return {**skeletons, **dict.fromkeys(models.functions, likeliest)}
 
 
-def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, Any]]:
+def _ppo(
+    stage: Stage,
+    critic: Skeleton | None = None,
+    teachers: Mapping[str, Skeleton | None] = MappingProxyType({}),
+) -> tuple[str, dict[str, Any]]:
     """Rehearses one optimizer step on its samples; with a trunk that policy and reference share, on
     all samples of a batch, as the trunk's hidden states of all are kept.
 
     Args:
         critic: the skeleton of the trainer's critic; None: of the settings' critic, if any.
+        teachers: the teachers' skeletons by name, None for one with the policy's weights; without
+            any those of the settings.
     """
     config, memory = stage.settings, stage.memory
     if critic is None and config.critic is not None:
@@ -381,24 +405,40 @@ def _ppo(stage: Stage, critic: Skeleton | None = None) -> tuple[str, dict[str, A
     kind = AutoModelForCausalLMWithValueHead if has_values else CausalLMPolicy
     policy = kind.from_pretrained(base)
     values = None if critic is None else reward_model(critic)
-    trainer = stage.trainer_class(shortened, policy, tokenizer=blank_tokenizer(), critic=values)
+    if not teachers and config.teacher_kl_coef:
+        teachers = {"": _named_teacher(stage)}
+    of_teachers: dict[str, Any] = {}
+    read: dict[str, Any] = {}
+    prompt, response = stage.tokens.values()
+    size, group = shortened.batch_size, shortened.group_size
+    if teachers:
+        of_teachers["teacher_model"] = _built(stage, teachers)
+        start = stage.vocabulary // 2
+        read["teacher_queries"] = [
+            tokens(prompt, stage.vocabulary, start=start + i // group) for i in range(size)
+        ]
+        if config.teacher_column:
+            read["teachers"] = [list(teachers)[i % len(teachers)] for i in range(size)]
+    tokenizer = blank_tokenizer()
+    trainer = stage.trainer_class(
+        shortened, policy, tokenizer=tokenizer, critic=values, **of_teachers
+    )
     memory.notes += stage.skeleton.guesses
     memory.follow(policy, trainer.optimizer)
     if trainer.critic is not None:
         memory.notes += [] if critic is None else critic.guesses
         memory.follow(trainer.critic.unwrapped, trainer.critic.optimizer)
-    memory.loaded(policy, trainer.reference)
+    memory.loaded(policy, trainer.reference, *_references(trainer))
     generate_again = _rollouts(stage, trainer, policy)
     for learner in (trainer, trainer.critic):
         if learner is not None:
             memory.give_state(learner.optimizer)
     generate_again()  # beside the optimizers' state
-    prompt, response = stage.tokens.values()
-    size, group = shortened.batch_size, shortened.group_size
     trainer.step(
         [tokens(prompt, stage.vocabulary, start=i // group) for i in range(size)],
         [tokens(response, stage.vocabulary, start=3 + i) for i in range(size)],
         [torch.tensor(float(i % max(group, 2))) for i in range(size)],
+        **read,
     )
     not_rehearsed = (config.batch_size - size) * stage.length * _BYTES_PER_POSITION
     for name, phase in memory.log.peaks.items():
@@ -484,6 +524,9 @@ ONLINE = Surface(
 PPO = Surface(
     _ppo,
     lambda trainer: (trainer.config.mini_batch_size, 1),
-    lambda trainer: {"critic": trainer.critic and Skeleton.of(trainer.critic.unwrapped)},
+    lambda trainer: {
+        "critic": trainer.critic and Skeleton.of(trainer.critic.unwrapped),
+        "teachers": _teachers(trainer),
+    },
     settings="config",
 )

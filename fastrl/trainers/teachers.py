@@ -321,7 +321,9 @@ class TeacherModels:
             )
         if names is not None and len(names) != len(responses):
             raise ValueError(f"teachers has {len(names)} elements, responses {len(responses)}")
-        numbers = names and [self.number(x, f"teachers[{i}]") for i, x in enumerate(names)]
+        numbers = None
+        if names is not None:
+            numbers = [self.number(name, f"teachers[{i}]") for i, name in enumerate(names)]
         models = self.read_by()
         for i, (query, response) in enumerate(zip(read, responses, strict=True)):
             layout = layout_of(models[numbers[i] if numbers else 0])
@@ -419,6 +421,13 @@ class TeacherPrompts:
         places = places or [f"prompt {i}, {x!r:.80}," for i, x in enumerate(samples.prompts)]
         rows = samples.prompt_rows or range(len(samples))
         return self._of(samples.prompts, samples.columns or {}, rows, places)
+
+    def arguments(self, samples: Samples) -> dict[str, Any]:
+        """Arguments of ``PPOTrainer.step`` for samples."""
+        found = self.of(samples)
+        numbers, names = found.get("teachers"), list(self.models.references)
+        named = None if numbers is None else [names[i] for i in numbers]
+        return {"teacher_queries": found.get("teacher_prompt_ids"), "teachers": named}
 
     def _of(
         self,

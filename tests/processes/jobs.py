@@ -11,6 +11,7 @@ import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -114,14 +115,18 @@ def sizes_of_steps() -> dict[str, int]:
     return {"batch_size": 16 // world, "mini_batch_size": 8 // world, "ppo_epochs": 2}
 
 
-def make_trainer(policy: Any = None, step: float = 0.1, **settings: Any) -> PPOTrainer:
+def make_trainer(
+    policy: Any = None, step: float = 0.1, teacher_model: Any = None, **settings: Any
+) -> PPOTrainer:
     """Of 16 samples a step, in mini-batches of 8, both of all processes."""
     config = PPOConfig(**{**sizes_of_steps(), **settings})
     torch.manual_seed(0)
     policy = policy or tiny_models.policy("gpt2")
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=step, momentum=0.5)
-    trainer = PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
+    trainer = PPOTrainer(
+        config, policy, None, tiny.tokenizer(), optimizer=optimizer, teacher_model=teacher_model
+    )
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
         for model in (trainer.model, trainer.ref_model):
             if model is not None:
@@ -180,15 +185,16 @@ def _set_kind(kind: DistributedType) -> None:
 
 def policy_gradient(
     reward: Any = reward,
-    prompts: list[str] = PROMPTS,
+    prompts: Any = PROMPTS,
     trainer: PPOTrainer | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Three steps of PPO on samples of uneven lengths."""
+    """Three steps of PPO on samples of uneven lengths, whose prompts are a list or a data set."""
     trainer = trainer or make_trainer(**settings)
     keeper = Keeper()
     result = trainer.train(
-        reward, prompts=prompts, eval_prompts=PROMPTS[:5], steps=3,
+        reward, **{"prompts" if isinstance(prompts, list) else "dataset": prompts},
+        eval_prompts=PROMPTS[:5], steps=3,
         generation_kwargs={"max_new_tokens": 9}, progress=False, callbacks=[keeper],
     )  # fmt: skip
     return {
@@ -197,6 +203,28 @@ def policy_gradient(
         "metrics": keeper.metrics,
         "evaluations": [[x.mean, x.sem, x.kl] for x in result.evaluations],
     }
+
+
+def taught(trainer: PPOTrainer | None = None, **settings: Any) -> dict[str, Any]:
+    """Behind hints of uneven lengths: two teachers by a column, or the policy's own weights."""
+    count = len(PROMPTS)
+    rows = {"query": PROMPTS, "of": [["a", "b", "b"][i % 3] for i in range(count)]}
+    rows["privileged_context"] = [" ".join(["w9"] * (1 + i % 5)) for i in range(count)]
+    return policy_gradient(
+        prompts=Dataset.from_dict(rows), trainer=trainer or taught_trainer(**settings)
+    )
+
+
+def taught_trainer(own: bool = False, **settings: Any) -> PPOTrainer:
+    given: dict[str, Any] = {"teacher_kl_coef": 0.2, **settings}
+    if own:
+        return make_trainer(**given)
+    names, widths = ("a", "b"), (24, 32)
+    given["teacher_model"] = {
+        name: tiny_models.language_model("gpt2", n_embd=width)
+        for name, width in zip(names, widths, strict=True)
+    }
+    return make_trainer(teacher_column="of", **given)
 
 
 def _in_groups(family: str, step: float = 0.1, **shape: Any) -> PPOTrainer:
@@ -235,6 +263,13 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         top_entropy_quantile=0.6,
         gradient_accumulation_steps=2,
         mini_batch_size=4 // process_count(),
+    ),
+    "ppo, teachers in the loss": lambda: taught(teacher_beta=0.3, micro_batch_tokens=30),
+    "ppo, an average as teacher": lambda: taught(
+        own=True, teacher_model_kind="ema", teacher_update_rate=0.5
+    ),
+    "grpo, teachers in the reward": lambda: taught(
+        advantage="dr_grpo", group_size=4, teacher_kl_in="reward"
     ),
     "ppo, steps left out and epochs cut short": lambda: policy_gradient(
         ratio_threshold=1.004, early_stopping=True, target_kl=0.002

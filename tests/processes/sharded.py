@@ -40,6 +40,8 @@ from tests.processes.jobs import (
     fsdp,
     make_trainer,
     reward,
+    taught,
+    taught_trainer,
     train,
     weights_of,
     with_critic,
@@ -431,8 +433,38 @@ def own_critic(folder: Path) -> dict[str, Any]:
     return {"done": found}
 
 
+def taught_by(folder: Path, own: bool, **settings: Any) -> dict[str, Any]:
+    """PPO with teachers, which are spread as well, in passes that differ from process to process;
+    saved and loaded."""
+    with fsdp() if process_count() > 1 else nullcontext():
+        trainer = taught_trainer(own, micro_batch_tokens=30, **settings)
+        found = taught(trainer)
+        for model in trainer.teacher_models:
+            if process_count() > 1:
+                spread(model)
+                assert all(isinstance(p, DTensor) for p in model.parameters())
+        state = {name: whole(x).clone() for name, x in trainer.state_dict()["teacher"].items()}
+        assert bool(state) == (settings.get("teacher_model_kind") == "ema")
+        saved = folder / f"taught-{settings.get('teacher_model_kind')}-{process_count()}"
+        trainer.save_checkpoint(saved)
+        with torch.no_grad():
+            for x in trainer.state_dict()["teacher"].values():
+                x.zero_()
+        trainer.load_checkpoint(saved)
+        again = trainer.state_dict()["teacher"]
+        assert all(torch.equal(whole(again[name]), x) for name, x in state.items())
+    return {"done": {**found, "teacher": state}}
+
+
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "ppo, a critic of its own": own_critic,
+    "ppo, teachers": lambda folder: taught_by(folder, own=False, teacher_beta=0.3),
+    "ppo, the policy as it is": lambda folder: taught_by(
+        folder, own=True, teacher_model_kind="live"
+    ),
+    "ppo, an average as teacher": lambda folder: taught_by(
+        folder, own=True, teacher_model_kind="ema", teacher_update_rate=0.5
+    ),
     "checkpoints": checkpoints,
     "weights that one process loads": loaded_once,
     "refusals": refusals,

@@ -24,11 +24,13 @@ class RefModel(ABC):
         mode: its name in ``PPOConfig.reference``.
         why: the reason for the choice, in words.
         model: the reference as a model of its own, where there is one.
+        policy: the policy, where that acts as the reference.
     """
 
     mode: str
     why: str = ""
     model: Any = None
+    policy: Any = None
 
     @abstractmethod
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastrl.collect.collector import Collector
 from fastrl.collect.interaction import Interaction
-from fastrl.collect.ledger import GenerationLedger
+from fastrl.collect.ledger import GenerationLedger, teacher_columns
 from fastrl.collect.respond import Asked, Respond, RolloutFunction
 from fastrl.collect.tools import check_chats
 from fastrl.core import set_seed
@@ -29,7 +29,7 @@ from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.objective import Pass, TokenLoss
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.ref_model import Follow, RefModel
-from fastrl.learn.samples import minibatch_of, of_learned, token_batch
+from fastrl.learn.samples import learned_counts, minibatch_of, of_learned, token_batch
 from fastrl.learn.scorer import check_tokens
 from fastrl.learn.teacher import Teachers
 from fastrl.models import CausalLMPolicy
@@ -759,7 +759,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         self._noted.rewards(judged, spreadless, mode)
         self._noted.responses(collected, judged, advantages)
         if mode == "train" and self.args.ledger:
-            self._enter(collected, masks, advantages)
+            self._enter(collected, learnable, advantages)
         first = self.processes.index * len(rows)
         learnable.advantages = advantages[first : first + len(rows)].clone()
         self._generations.made[mode] += 1
@@ -784,16 +784,26 @@ class OnlineTrainer(BaseTrainer, ABC):
         self._metrics[mode].add({"teacher_kl": mean_of(of_learned(learnable, apart))})
         return [-coef * x for x in apart]
 
-    def _enter(self, collected: Samples, masks: list[Tensor], advantages: Tensor) -> None:
+    def _enter(self, collected: Samples, learnable: Samples, advantages: Tensor) -> None:
         """Enters the responses of all processes into the ledger."""
         recorded = collected.recorded().without("columns", "completions", "noted")
+        further = ("learned", "teachers", "teacher_prompt_ids", "teacher_logprobs")
+        recorded = replace(recorded, **{name: getattr(learnable, name) for name in further})
         of_all = recorded.gathered(self.processes)
-        masks_of_all = self.processes.objects_at_main(masks)
-        if self._ledger is not None:
-            generation = self._generations.made["train"] + 1
-            counts = [int(mask.sum()) for part in masks_of_all for mask in part]
-            of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
-            self._ledger.add(generation, of_all, self.state.global_step, of_tokens)
+        if self._ledger is None:
+            return
+        counts, of_teachers = learned_counts(of_all), {}
+        of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
+        if self._teacher_models is not None:
+            logprobs = of_all.teacher_logprobs
+            of_teachers = teacher_columns(
+                list(self._teacher_models.references),
+                of_all.teachers,
+                of_all.teacher_prompt_ids,
+                None if logprobs is None else Lists(of_learned(of_all, logprobs).numpy(), counts),
+            )
+        generation = self._generations.made["train"] + 1
+        self._ledger.add(generation, of_all, self.state.global_step, of_tokens, of_teachers)
 
     def _seed_of_responses(self) -> int:
         return self._generations.seed_of("responses", "train" if self.model.training else "eval")

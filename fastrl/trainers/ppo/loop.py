@@ -54,6 +54,7 @@ from fastrl.trainers.ppo.guards import check_divergence
 from fastrl.trainers.ppo.ledger import open_ledger
 from fastrl.trainers.ppo.roles import Stepping
 from fastrl.trainers.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
+from fastrl.trainers.teachers import TEACHER_COLUMNS, TeacherModels, TeacherPrompts
 from fastrl.user_code import exits_are_errors
 
 
@@ -178,6 +179,7 @@ class Loop:
         interaction.check(all_prompts)
         self.prompts = all_prompts.fitting(*room)
         self._check_tokens(self.prompts, new_tokens)
+        self.taught = None if trainer.teaching is None else self._taught_by(trainer.teaching.models)
         self.prompts_per_step = config.prompts_per_step * self.processes.count
         if len(self.prompts) < self.prompts_per_step:
             wanted = f"batch_size={config.batch_size}"
@@ -212,6 +214,7 @@ class Loop:
             config,
             self.generation_kwargs,
             trainer.own_code,
+            () if trainer.teaching is None else list(trainer.teaching.models.references),
         )
         self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
         if config.critic_warmup_steps >= self.begun_at + steps:
@@ -226,6 +229,21 @@ class Loop:
             *([] if config.log_with is None else [TrackerCallback()]),
             *callbacks,
         ]
+
+    def _taught_by(self, models: TeacherModels) -> TeacherPrompts:
+        """What teachers read in place of the prompts, which are checked.
+
+        Raises:
+            ValueError: names the prompt whose teacher's prompt is absent or leaves no room, or
+                whose teacher is not known; the teacher is the policy itself.
+        """
+        samples = self.prompts.samples
+        if not {*samples.columns} & {*TEACHER_COLUMNS}:
+            models.refuse_itself(live_alone=True)
+        most = self.generation_kwargs.get("max_new_tokens")
+        taught = TeacherPrompts(models, {}, most, "max_new_tokens")
+        taught.of(samples, list(map(self.prompts.name_of, samples.prompt_rows)))
+        return taught
 
     def _respond_by(
         self, function: Any, interaction: Interaction, most_turns: int | None
@@ -477,6 +495,7 @@ class Loop:
             share.token_scores or list(share.scores),
             rollout=share,
             **({} if share.masks is None else {"response_masks": share.masks}),
+            **({} if self.taught is None else self.taught.arguments(share)),
         )
         chosen = [replaced.get(i, prompt) for i, prompt in enumerate(chosen)]
         prompts = self.prompts.samples.select(chosen).repeated(size)

@@ -39,6 +39,7 @@ _COLUMNS = (
     *("prompt_ids", "completion_ids", "written", "finish_reason", "score", "token_scores"),
     *("logprobs", "values", "weights_version", "advantages"),
 )
+_OF_TEACHERS = ("teacher", "teacher_prompt_ids")
 
 
 def replay(
@@ -157,13 +158,20 @@ class _StepWalk(Walk):
 
     def _update(self, step: int) -> None:
         """Does a step's update; ``strayed`` says where advantages first differed from the run's."""
-        trainer = self.trainer
-        rows = self.rows(step, _COLUMNS)
+        trainer, taught = self.trainer, self.trainer.teaching is not None
+        rows = self.rows(step, (*_COLUMNS, *(_OF_TEACHERS if taught else ())))
         rollout = recorded_rollout(rows, trainer.config.temperature)
         queries = [torch.tensor(row["prompt_ids"]) for row in rows]
         column = "score" if rows[0]["token_scores"] is None else "token_scores"
         scores = [torch.tensor(row[column], dtype=torch.float32) for row in rows]
-        trainer.step(queries, rollout.sequences, scores, recorded_masks(rows), rollout)
+        of_teachers: dict[str, Any] = {}
+        if taught and rows[0]["teacher_prompt_ids"] is not None:
+            read = [torch.tensor(row["teacher_prompt_ids"]) for row in rows]
+            of_teachers["teacher_queries"] = read
+        if taught and rows[0]["teacher"] is not None:
+            of_teachers["teachers"] = [row["teacher"] for row in rows]
+        masks = recorded_masks(rows)
+        trainer.step(queries, rollout.sequences, scores, masks, rollout, **of_teachers)
         if self.strayed is None:
             assert trainer.experience is not None
             recorded = np.array([x for row in rows for x in row["advantages"]], dtype=np.float32)

@@ -18,6 +18,7 @@ from fastrl.run.callbacks import TrainCallback
 from fastrl.run.processes import Processes
 from fastrl.trainers.ppo.ledger import SampleLedger
 from fastrl.trainers.ppo.rollouts import Rollouts
+from fastrl.trainers.ppo.teaching import Teaching
 
 
 class Resumable(Protocol):
@@ -52,6 +53,7 @@ class Stepping(Resumable, Protocol):
     rollouts: Rollouts
     advantages: Advantages
     nonfinite: NonFiniteNumbers
+    teaching: Teaching | None
     experience: Experience | None
 
     @property
