@@ -39,6 +39,7 @@ class TeacherSettings(NamedTuple):
     temperature: float = 1.0
     vocabulary: int | None = None  # the number of tokens, where heads end in rows of padding
     micro_batch_tokens: int | None = None  # the most tokens of a teacher's forward
+    raises: bool = False  # whether a teacher without a number for a sample is an error
 
 
 class Teachers:
@@ -102,7 +103,8 @@ class Teachers:
             if v is not None:
                 weights = repeated_at_tokens(v[samples], of_samples, total)
             if isinstance(head, TeacherHead):
-                head, weights = self._finite(head, weights, number, of_samples)
+                names = [tokens.samples[i] for i in samples]
+                head, weights = self._finite(head, weights, number, of_samples, names)
             settings = self.settings
             made.append(
                 TeacherTerm(
@@ -152,10 +154,9 @@ class Teachers:
             own = samples.select(chosen or [0])
             for i, each in zip(chosen, to_column(own, of_tokens), strict=False):
                 found[i] = each
-            count = sum(not bool(found[i].isfinite().all()) for i in chosen)
-            if count:
-                of = len(chosen)
-                self._leave_out(number, count, f"log-probs that are not finite in {count} of {of}")
+            broken = [i for i in chosen if not bool(found[i].isfinite().all())]
+            if broken:
+                self._leave_out(number, "log-probs", broken, len(chosen))
         return found
 
     @torch.no_grad()
@@ -194,9 +195,15 @@ class Teachers:
         return heads[0]._replace(hidden=torch.cat([by_sample[i] for i in sorted(by_sample)]))
 
     def _finite(
-        self, head: TeacherHead, weights: Tensor | None, number: int, counts: Tensor
+        self,
+        head: TeacherHead,
+        weights: Tensor | None,
+        number: int,
+        counts: Tensor,
+        names: Sequence[int],
     ) -> tuple[TeacherHead, Tensor | None]:
-        """The head and weights of tokens, without samples whose states are not all finite."""
+        """The head and weights of tokens, without samples whose states are not all finite. The
+        samples' numbers in their batch are ``names``."""
         broken = ~head.hidden.isfinite().all(-1)
         if not bool(broken.any()):
             return head, weights
@@ -204,17 +211,22 @@ class Teachers:
         sample = repeated_at_tokens(places, counts, len(broken))
         out = torch.zeros(len(counts), dtype=torch.bool, device=counts.device)
         out = out.index_fill(0, sample[broken], True)[sample]
-        count, of = len(sample[out].unique()), int((counts > 0).sum())
-        self._leave_out(number, count, f"hidden states that are not finite in {count} of {of}")
+        which = [names[i] for i in sample[out].unique().tolist()]
+        self._leave_out(number, "hidden states", which, int((counts > 0).sum()))
         weights = torch.ones_like(out, dtype=torch.float32) if weights is None else weights
         hidden = head.hidden.masked_fill(out[:, None], 0.0)
         return head._replace(hidden=hidden), weights.masked_fill(out, 0.0)
 
-    def _leave_out(self, number: int, count: int, found: str) -> None:
-        """Counts samples that a teacher has no number for, and warns."""
-        self.left_out += count
-        warnings.warn(
-            f"teacher {self.names[number]!r} has {found} responses of a pass: nothing is learned "
-            "of it there; load it in bfloat16 or float32 if it is in float16",
-            stacklevel=3,
+    def _leave_out(self, number: int, what: str, which: Sequence[int], of: int) -> None:
+        """Counts samples that a teacher has no number for, and warns; or raises
+        FloatingPointError."""
+        self.left_out += len(which)
+        more = f" and {len(which) - 3} more" if len(which) > 3 else ""
+        message = (
+            f"teacher {self.names[number]!r} has {what} that are not finite in {len(which)} of "
+            f"{of} responses of a pass (sample {', '.join(map(str, which[:3]))}{more})"
         )
+        remedy = "load it in bfloat16 or float32 if it is in float16"
+        if self.settings.raises:
+            raise FloatingPointError(f"{message}: {remedy}")
+        warnings.warn(f"{message}: nothing is learned of it there; {remedy}", stacklevel=3)

@@ -395,19 +395,19 @@ def test_a_sample_for_which_a_teacher_has_no_number(place: str) -> None:
     assert not any(int(batch["queries"][2][0]) in batch["queries"][i] for i in (0, 1, 3))
     trainer = make(teacher, teacher_kl_coef=0.5, teacher_kl_in=place, padding_free=False)
     what = "hidden states" if place == "loss" else "log-probs"
-    with pytest.warns(UserWarning, match=f"{what} that are not finite in 1 of 4") as warned:
+    what += r" that are not finite in 1 of 4 responses of a pass \(sample 2\)"
+    with pytest.warns(UserWarning, match=what) as warned:
         stats = trainer.step(**batch)
     assert all(x.isfinite().all() for x in parameters(trainer).values())
     assert stats["ppo/nonfinite_samples"] == (0 if place == "loss" else 1)
     named = [str(w.message) for w in warned if "(s): 2 (its rewards" in str(w.message)]
     assert bool(named) == (place == "reward")
-    if place == "reward":
-        strict = make(teacher, teacher_kl_coef=0.5, teacher_kl_in=place, on_nonfinite="raise",
-                      padding_free=False)  # fmt: skip
-        before = parameters(strict)
-        with pytest.raises(FloatingPointError, match="nothing has changed"):
-            strict.step(**batch)
-        assert all(torch.equal(x, before[name]) for name, x in parameters(strict).items())
+    settings = {"teacher_kl_in": place, "on_nonfinite": "raise", "padding_free": False}
+    strict = make(teacher, teacher_kl_coef=0.5, **settings)
+    before = bits(strict)
+    with pytest.raises(FloatingPointError, match=what):
+        strict.step(**batch)
+    assert differing(before, bits(strict)) == []
 
 
 def test_a_prompt_that_several_responses_share_is_read_once() -> None:
@@ -488,9 +488,9 @@ def test_the_policy_is_no_teacher_of_itself() -> None:
         make(policy, policy, **ON)
     trainer = make(teacher_model_kind="live", **ON)
     before = bits(trainer)
-    with pytest.raises(ValueError, match="is the policy itself .*pass teacher_queries"):
+    with pytest.raises(ValueError, match=r"is the policy itself .*pass teacher_queries"):
         trainer.step(**make_batch())
-    with pytest.raises(ValueError, match="is the policy itself .*column teacher_prompt or priv"):
+    with pytest.raises(ValueError, match=r"is the policy itself .*column teacher_prompt or p"):
         train(trainer, rows(hint=False), None)
     assert differing(before, bits(trainer)) == []
 
@@ -499,7 +499,7 @@ def test_the_policy_is_no_teacher_of_itself() -> None:
 def test_a_loss_without_hidden_states_is_refused_at_once() -> None:
     teacher = another()
     teacher.lm_head.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="need an LM head that is a plain nn.Linear"):
+    with pytest.raises(ValueError, match="need an LM head that is a plain"):
         make(teacher, **ON)
     make(teacher, **ON, teacher_kl_in="reward").step(**make_batch())
 
@@ -528,7 +528,7 @@ def long_queries(batch: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("given", "said"), [
     (long_queries, r"teacher_queries\[2\] and responses\[2\] have 45 \+ \d tokens, beyond the tea"),
-    (lambda b: {"teacher_queries": b["queries"][:3]}, "responses has 4 elements, teacher_queries 3"),
+    (lambda b: {"teacher_queries": b["queries"][:3]}, "has 4 elements, teacher_queries 3"),
     (lambda b: {"teacher_queries": [x + 97 for x in b["queries"]]}, r"teacher_queries\[0\] holds"),
     (lambda _: {"teachers": ["a"] * 4}, "are for a teacher_model that is a dict"),
 ])  # fmt: skip
@@ -544,7 +544,7 @@ def test_arguments_of_a_step_that_are_refused(given: Any, said: str) -> None:
 
 @pytest.mark.parametrize(("data", "said"), [
     (rows(privileged_context=["w3"] * 7 + [" ".join(["w9"] * 60)], hint=False),
-     "the teacher's prompt of row 7 of column 'query' has 6. tokens; with 6 of its response .max_n"),
+     "the teacher's prompt of row 7 of column 'query' has 6. tokens; with 6 of its response .max_"),
     (rows(privileged_context=["w3"] * 7 + [None], hint=False),
      "row 7 of column 'query' has neither teacher_prompt nor privileged_context"),
     (rows(of=["a"] * 7 + ["c"]), "row 7 of column 'query': column 'of' names the teacher 'c'"),

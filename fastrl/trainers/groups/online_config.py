@@ -272,9 +272,13 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
     @property
     def teacher_settings(self) -> TeacherSettings:
         """How much is learned of teachers, and by which divergence."""
-        beta = self.teacher_beta
         return TeacherSettings(
-            self.teacher_kl_coef, beta, self.loss_temperature, None, self.micro_batch_tokens
+            self.teacher_kl_coef,
+            self.teacher_beta,
+            self.loss_temperature,
+            None,
+            self.micro_batch_tokens,
+            self.on_nonfinite == "raise",
         )
 
     @property

@@ -55,8 +55,14 @@ def checked_teachers(
 
 def teacher_settings(config: PPOConfig) -> TeacherSettings:
     """How much is learned of teachers, and by which divergence."""
-    coef, beta = config.teacher_kl_coef, config.teacher_beta
-    return TeacherSettings(coef, beta, config.temperature, None, config.micro_batch_tokens)
+    return TeacherSettings(
+        config.teacher_kl_coef,
+        config.teacher_beta,
+        config.temperature,
+        None,
+        config.micro_batch_tokens,
+        config.on_nonfinite == "raise",
+    )
 
 
 class Teaching:
