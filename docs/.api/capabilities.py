@@ -235,12 +235,7 @@ CAPABILITIES = (
     Capability(
         "teachers",
         ("teacher_model", "teacher_model_kind"),
-        {
-            "step": "*not yet: `GRPOTrainer`*",
-            "train": "*not yet: `GRPOTrainer`*",
-            "align": "*not yet: `GRPOTrainer`*",
-            **_SAMPLED_BY_NONE,
-        },
+        {"align": "*not yet: `GRPOTrainer`*", **_SAMPLED_BY_NONE},
     ),
     Capability(
         "tools and environments",

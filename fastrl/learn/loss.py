@@ -316,7 +316,8 @@ class UpdateLoss(TokenLoss):
             none = torch.zeros_like(new.loss)  # where no token has a teacher
             teacher = new.teacher or TeacherScores(none, none[None])
             policy_loss = policy_loss + teacher.loss
-            of_teachers = teacher.loss.detach(), teacher.divergences.mean()
+            term = teacher.loss.detach() / self.teachers.settings.coef
+            of_teachers = term, teacher.divergences.mean()
             stats |= dict(zip(_TEACHER_STATS, of_teachers, strict=True))
         policy_loss = policy_loss if policy_coef == 1 else policy_coef * policy_loss
         loss = policy_loss + value_loss

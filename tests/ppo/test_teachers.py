@@ -15,6 +15,7 @@ from torch import Tensor
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.ledger import read_ledger
+from fastrl.trainers.ppo.method import old_logprobs_of
 from fastrl.trainers.ppo.replay import replay
 from fastrl.trainers.ppo.teaching import checked_teachers
 from fastrl_kernels import reference
@@ -160,7 +161,7 @@ def test_a_teacher_in_the_loss_adds_its_term(
         if weight.grad is not None:
             found = moved[1][name] - moved[0][name]
             torch.testing.assert_close(found, weight.grad, rtol=2e-3, atol=5e-6, msg=name)
-    assert stats["ppo/loss/teacher"] == pytest.approx(coef * term.item(), rel=1e-4)
+    assert stats["ppo/loss/teacher"] == pytest.approx(term.item(), rel=1e-4)
     if "gradient_accumulation_steps" not in given:
         of_tokens = torch.cat(values).mean().item()
         assert stats["ppo/policy/divergence"] == pytest.approx(of_tokens, rel=1e-4)
@@ -201,6 +202,14 @@ def test_a_teacher_in_the_reward_is_a_reward_of_tokens(batch: Any, settings: dic
     assert max(far) > 1e-3
 
 
+def test_roundings_of_a_rollout_are_not_learned_as_a_difference_from_a_teacher() -> None:
+    settings = {"advantage": "grpo", "group_size": 2, "batch_size": 4, "init_kl_coef": 0.0}
+    asked = {"needs_logits": False, "recomputes": False}
+    in_reward = PPOConfig(**settings, teacher_kl_coef=0.5, teacher_kl_in="reward")
+    assert old_logprobs_of(in_reward, **asked) == "recompute"
+    assert old_logprobs_of(PPOConfig(**settings, teacher_kl_coef=0.5), **asked) == "auto"
+
+
 def test_without_a_teacher_there_is_nothing_of_it() -> None:
     trainer = make()
     stats = trainer.step(**make_batch())
@@ -214,7 +223,9 @@ def test_a_policy_does_not_learn_of_teachers_while_its_critic_warms_up(place: st
     settings = {"critic_warmup_steps": 1, "teacher_kl_coef": 0.5, "teacher_kl_in": place}
     trainer = make(another(), **settings)
     before = parameters(trainer)
-    trainer.step(**make_batch())
+    stats = trainer.step(**make_batch())
+    value_loss = trainer.config.vf_coef * stats["ppo/loss/value"]
+    assert stats["ppo/loss/total"] == pytest.approx(value_loss, rel=1e-5)
     moved = {name for name, x in parameters(trainer).items() if not torch.equal(x, before[name])}
     assert moved
     assert all("v_head" in name for name in moved)
