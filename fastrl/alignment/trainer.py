@@ -39,6 +39,7 @@ from fastrl.collect.completions_table import CompletionsTable
 from fastrl.collect.ledger import GenerationLedger
 from fastrl.data.vocabulary import check_examples
 from fastrl.learn.ref_model import Follow
+from fastrl.models.model_files import is_path
 from fastrl.models.utils import evaluating
 from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutEngine, choose_engine
@@ -57,7 +58,7 @@ from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import DeferredGradients, check_sizes
 from fastrl.trainers.plan.passes import PassSize
 from fastrl.trainers.sharing import weights_of
-from fastrl.trainers.supervised import is_path, length_limit, settings_of, trained_identity
+from fastrl.trainers.supervised import length_limit, settings_of, trained_identity
 
 
 class Trainer(BaseTrainer):

@@ -126,6 +126,11 @@ def weights_in(files: Iterable[str]) -> Iterator[tuple[str, Any]]:
                 yield key, tensors.get_slice(key)
 
 
+def is_path(model: Any) -> bool:
+    """Whether a model is given as a name or folder."""
+    return isinstance(model, str) or hasattr(model, "__fspath__")
+
+
 def holds_a_tokenizer(model: str) -> bool:
     """Whether a folder or a Hub id has a tokenizer's files."""
     folder = Path(model)

@@ -9,9 +9,10 @@ from torch import nn
 
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.load import load_language_model, with_adapter
+from fastrl.models.model_files import is_path
 from fastrl.models.utils import check_trainable, without_dropout
 from fastrl.trainers.special_tokens import settle_model
-from fastrl.trainers.supervised import is_path, load_if_path, refuse_processor, tokenizer_of
+from fastrl.trainers.supervised import load_if_path, refuse_processor, tokenizer_of
 
 _ON_HEAD = "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
 

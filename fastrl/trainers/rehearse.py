@@ -331,7 +331,7 @@ def _online(
 
     trainer._collect.respond = trainer.responding_by(respond)
     memory.notes.append("the reward functions' memory: left out")
-    stage.train(trainer, trainer._reference, *_references(trainer))
+    stage.train(trainer, trainer._reference, *_taught_by(trainer))
     return trainer.__class__.__name__.removesuffix("Trainer"), {"batch_size": stage.size}
 
 
@@ -362,7 +362,7 @@ def _named_teacher(stage: Stage) -> Skeleton | None:
     return Skeleton.read(path, str(options.get("dtype", "float32")))
 
 
-def _references(trainer: Any) -> list[Any]:
+def _taught_by(trainer: Any) -> list[Any]:
     """The references that a trainer's teachers are."""
     models = trainer._teacher_models
     return [] if models is None else list(models.references.values())
@@ -428,7 +428,7 @@ def _ppo(
     if trainer.critic is not None:
         memory.notes += [] if critic is None else critic.guesses
         memory.follow(trainer.critic.unwrapped, trainer.critic.optimizer)
-    memory.loaded(policy, trainer.reference, *_references(trainer))
+    memory.loaded(policy, trainer.reference, *_taught_by(trainer))
     generate_again = _rollouts(stage, trainer, policy)
     for learner in (trainer, trainer.critic):
         if learner is not None:

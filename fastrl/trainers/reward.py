@@ -26,6 +26,7 @@ from fastrl.data.padding_free import join_sides, unpadded
 from fastrl.data.prepare import missing_token_columns, prepare_pairs, token_columns, with_new_names
 from fastrl.data.tables import is_stream
 from fastrl.models.load import load_reward_model, with_adapter
+from fastrl.models.model_files import is_path
 from fastrl.models.reward_head import (
     give_padding,
     padding_of,
@@ -45,7 +46,6 @@ from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
-    is_path,
     length_limit,
     load_if_path,
     setting,

@@ -30,6 +30,7 @@ from fastrl.data.vocabulary import check_table
 from fastrl.eras import OfEveryEra, of_another_era, other_defaults
 from fastrl.models.fast_tokenizer import as_fast
 from fastrl.models.load import load_tokenizer
+from fastrl.models.model_files import is_path
 from fastrl.models.optimizers import check_optimizer, optimizer_name
 from fastrl.models.sharding import spread
 from fastrl.models.utils import NO_LIMIT, check_trainable, context_length, model_identity
@@ -760,8 +761,3 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args:
             "tokenizer.eos_token, say, before making the trainer"
         )
     return chosen
-
-
-def is_path(model: Any) -> bool:
-    """Whether a model is given as a name or folder."""
-    return isinstance(model, str) or hasattr(model, "__fspath__")

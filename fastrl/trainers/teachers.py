@@ -39,13 +39,12 @@ from fastrl.models.adapter_base import moves_base
 from fastrl.models.adapters import TEACHER_ADAPTER
 from fastrl.models.layout import layout_of
 from fastrl.models.load import load_language_model, load_tokenizer
-from fastrl.models.model_files import ADAPTER_CONFIG, find_file
+from fastrl.models.model_files import ADAPTER_CONFIG, find_file, is_path
 from fastrl.models.utils import checksum
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
 from fastrl.trainers.prompt_room import PromptRoom
 from fastrl.trainers.reference import model_of
-from fastrl.trainers.supervised import is_path
 
 TEACHER_COLUMNS = PROMPT, CONTEXT = "teacher_prompt", "privileged_context"
 # Why a GradScaler does not go with a teacher.

@@ -21,6 +21,7 @@ from fastrl.eras import eras_of
 from fastrl.learn.ref_model import Follow, RefModel
 from fastrl.learn.scorer import response_scores, scored_by
 from fastrl.models import CausalLMPolicy
+from fastrl.models.model_files import is_path
 from fastrl.models.routing import follow_routers
 from fastrl.models.scorer import ScoredPass, TokenScorer
 from fastrl.models.scoring import ScoringRequest
@@ -36,7 +37,6 @@ from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import (
     SupervisedTrainer,
     check_one_gpu,
-    is_path,
     length_limit,
     prefix_of,
 )

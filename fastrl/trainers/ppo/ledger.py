@@ -57,16 +57,16 @@ class SampleLedger:
         if tokens is not None:
             read = zip(tokens.sequences(), tokens.query_lengths, strict=True)
             numbers, prompts = tokens.teachers, [ids[:length] for ids, length in read]
-        known = None if logprobs is None else _learned(experience, logprobs)
+        known = None if logprobs is None else _at_learned(experience, logprobs)
         return teacher_columns(self.teachers, numbers, prompts, known)
 
 
 def learned_advantages(experience: Experience) -> Lists:
     """The advantages of the tokens that a step has learned from, fp32, sample after sample."""
-    return _learned(experience, experience.advantages)
+    return _at_learned(experience, experience.advantages)
 
 
-def _learned(experience: Experience, column: Tensor) -> Lists:
+def _at_learned(experience: Experience, column: Tensor) -> Lists:
     mask = experience.tokens.response_mask
     return Lists(column.float().cpu()[mask].numpy(), mask.sum(-1).numpy())
 
