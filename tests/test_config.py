@@ -11,6 +11,7 @@ from transformers import HfArgumentParser
 from fastrl import PPOConfig
 from tests.together import together
 
+_OURS = ("rollout_", "reference", "trunk_cache_", "teacher_")  # how names of groups of ours begin
 DEFAULTS = {
     "seed": 0, "log_with": None, "task_name": None, "model_name": "gpt2", "query_dataset": "imdb",
     "reward_model": "sentiment-analysis:lvwerra/distilbert-imdb",
@@ -45,7 +46,7 @@ def test_defaults_are_those_of_trl():
     ours |= {"max_kl", "max_ratio", "optim", "optim_args", "master_weights"}
     ours |= {"offload_optimizer", "activation_offloading"}
     ours |= {"replay_routing", "router_aux_loss_coef"}
-    ours |= {n for n in settable if n.startswith(("rollout_", "reference", "trunk_cache_"))}
+    ours |= {n for n in settable if n.startswith(_OURS)}
     assert settable == {*DEFAULTS, "exp_name", "tracker_project_name", *ours}
 
 

@@ -196,7 +196,7 @@ def test_help_all_shows_every_flag_in_a_users_words(capsys, command):
     if command in ("ppo", "grpo"):
         assert json_flags == {
             "--tracker-kwargs", "--accelerator-kwargs", "--project-kwargs",
-            "--push-to-hub-if-best-kwargs",
+            "--push-to-hub-if-best-kwargs", "--teacher-model-init-kwargs",
         }  # fmt: skip
     else:
         assert {"--fsdp-config", "--deepspeed", "--model-init-kwargs"} <= json_flags

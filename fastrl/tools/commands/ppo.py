@@ -51,7 +51,6 @@ _WHAT = {
     "missing_eos_penalty eval_dataset eval_prompts eval_every",
 }
 _STEPS = "steps batch_size mini_batch_size gradient_accumulation_steps learning_rate ppo_epochs"
-_TEACHER = "teacher_model teacher_kl_coef"
 _PLANNED_PROMPTS = 256  # prompts that are read to plan memory by their lengths
 _RUN = "resume overwrite lora_r dtype seed log_with"
 
@@ -67,7 +66,7 @@ class PPOJob(TrainingJob):
     command: ClassVar[str] = "ppo"
     essentials: ClassVar[dict[str, str]] = {
         **_WHAT,
-        "PPO": f"{_STEPS} init_kl_coef target cliprange reference {_TEACHER}",
+        "PPO": f"{_STEPS} init_kl_coef target cliprange reference",
         "model and run": _RUN,
     }
 
@@ -268,8 +267,7 @@ class GRPOJob(PPOJob):
     command: ClassVar[str] = "grpo"
     essentials: ClassVar[dict[str, str]] = {
         **_WHAT,
-        "GRPO": f"advantage group_size {_STEPS} init_kl_coef kl_in loss_aggregate cliprange "
-        f"{_TEACHER}",
+        "GRPO": f"advantage group_size {_STEPS} init_kl_coef kl_in loss_aggregate cliprange",
         "model and run": _RUN,
     }
 
