@@ -17,6 +17,7 @@ from torch import Tensor
 from fastrl import DistillationConfig, DistillationTrainer
 from fastrl.models.scoring import PassLimit
 from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.ledger import read_ledger
 from fastrl.samples import Samples
 from fastrl.trainers.groups.replay import replay
 from fastrl_kernels import reference
@@ -444,6 +445,30 @@ def test_a_teacher_in_the_reward(kind: str, hint: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(step, weight.grad, rtol=2e-3, atol=2e-6, msg=name)
     found = trainer.state.log_history[0]["teacher_kl"]
     assert found == pytest.approx(torch.cat(apart).mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_the_ledger_has_what_a_teacher_read_and_said(kind: str, tmp_path: Path) -> None:
+    """In the sampled form its log-probs, too: in the loss it runs when rows are written."""
+    teacher, settings = another(), {"train_dataset": prompts(hint=True), "ledger": True}
+    for place in ("reward", "loss"):
+        given = {"teacher_kl_coef": 0.5, "teacher_kl_in": place, "beta": 0.0, **settings}
+        online(tmp_path / place, kind, teacher, **given).train()
+        rows = read_ledger(tmp_path / place / "ledger").to_pylist()
+        assert rows
+        for row in rows:
+            response, read = (
+                torch.tensor(row[x]) for x in ("completion_ids", "teacher_prompt_ids")
+            )
+            assert len(read) == len(row["prompt_ids"]) + 2
+            with torch.no_grad():
+                of_all = log_probs(exact(teacher), read, response)
+            said = of_all.gather(1, response[:, None])[:, 0].float()
+            if place == "loss":
+                assert row["teacher_logprobs"] is None
+            else:
+                found = torch.tensor(row["teacher_logprobs"])
+                torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-4)
 
 
 def test_models_of_two_dtypes_and_autocast(tmp_path: Path) -> None:
