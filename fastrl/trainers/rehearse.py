@@ -341,8 +341,8 @@ def likeliest(_prompts: Any, completion_ids: Sequence[list[int]], **_: Any) -> l
 
 
 def _built(stage: Stage, teachers: Mapping[str, Any]) -> Any:
-    """The argument ``teacher_model``: teachers that are built, whose tokenizer is not looked at, and
-    functions."""
+    """The argument ``teacher_model``: functions, and teachers that are built, whose tokenizer is
+    not looked at."""
     stage.memory.notes.append("teachers' prompts are planned as long as the policy's")
     built = dict(teachers)
     for name, skeleton in teachers.items():

@@ -487,6 +487,7 @@ ON = {"teacher_kl_coef": 0.5}
     (of_another, {**ON, "teacher_column": "of"}, "and teacher_column, the column, go together"),
     (of_another, {**ON, "teacher_prompt_template": "{prompt}"}, r"has no \{privileged_context\}"),
     (of_another, {**ON, "teacher_model_init_kwargs": {"dtype": "bfloat16"}}, "loaded already"),
+    (lambda _: len, ON, "is a function, which PPOTrainer does not ask"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(teacher: Any, settings: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastrl.config import PPOConfig
 from fastrl.learn.experience import Experience
@@ -39,8 +40,14 @@ def checked_teachers(
         "a teacher reads a prompt and its response as one text, and the policy is an "
         "encoder–decoder: leave teacher_kl_coef at 0, or train a causal language model"
     )
+    given = config.teacher_model if given is None else given
+    several = given.values() if isinstance(given, Mapping) else [given]
+    function = (
+        "teacher_model is a function, which PPOTrainer does not ask: use GRPOTrainer, RLOOTrainer "
+        "or DistillationTrainer, or pass a model"
+    )
     return teachers_of(
-        config.teacher_model if given is None else given,
+        given,
         config,
         policy,
         tokenizer,
@@ -48,6 +55,7 @@ def checked_teachers(
         fresh=False,
         refused={
             two: policy.is_encoder_decoder,
+            function: any(callable(x) and not isinstance(x, nn.Module) for x in several),
             f"mixed precision fp16 {SCALED}: use bf16": precision == "fp16",
         },
     )
