@@ -39,7 +39,7 @@ BATCH, SAMPLES, LENGTH = 64, 32, 24  # of a step; to each prompt; the most token
 MEASURED = 4  # responses to each held-out prompt
 UNLIKELY = 0.05
 START_RATE = 4e-3
-RATES = {"distillation": 1e-3, "SFT": 3e-4, "no teacher": 1e-5}
+RATES = {"distillation": 1e-3, "SFT": 1e-3, "no teacher": 1e-5}
 QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False}
 QUIET |= {"logging_strategy": "no", "eval_strategy": "no", "gradient_checkpointing": False}
 
