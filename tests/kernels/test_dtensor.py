@@ -10,12 +10,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fastrl_kernels import TeacherHead, linear_kl, linear_logprobs, linear_ppo_loss, workspace
+from fastrl_kernels import (
+    TeacherHead,
+    linear_kl,
+    linear_kl_loss,
+    linear_logprobs,
+    linear_ppo_loss,
+    workspace,
+)
 from tests.kernels.launches import watched
 from tests.kernels.test_linear_logprobs import LEAVES, Inputs, batch
 
 OPS = pytest.mark.parametrize(
-    "op", [linear_logprobs, linear_ppo_loss, linear_kl], ids=["logprobs", "loss", "kl"]
+    "op",
+    [linear_logprobs, linear_ppo_loss, linear_kl, linear_kl_loss],
+    ids=["logprobs", "loss", "kl", "kl loss"],
 )
 
 
@@ -40,8 +49,8 @@ def arguments(op: Any) -> Inputs:
         inputs["old_logprobs"], inputs["advantages"] = torch.full((4,), -5.0), torch.ones(4)
         inputs["mask"] = torch.tensor([True, True, False, True])
     inputs = {name: x.to(DEVICE) for name, x in inputs.items()}
-    if op is linear_kl:
-        inputs["teacher"] = TeacherHead(inputs["hidden"], inputs["weight"] / 2)
+    if op in (linear_kl, linear_kl_loss):
+        inputs["teacher"] = TeacherHead(inputs["hidden"], inputs["weight"] / 2, inputs["bias"])
     return inputs
 
 
@@ -63,14 +72,16 @@ def test_a_dtensor_is_refused_before_anything_is_done(backend, mesh, op, name, p
     assert workspace._idle == []
 
 
-@pytest.mark.parametrize("name", ["hidden", "weight"])
-def test_a_teachers_dtensor_is_refused(backend, mesh, name):
-    inputs = arguments(linear_kl)
+@pytest.mark.parametrize("op", [linear_kl, linear_kl_loss], ids=["kl", "kl loss"])
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_teachers_dtensor_is_refused(backend, mesh, op, name):
+    inputs = arguments(op)
     sharded = distribute_tensor(getattr(inputs["teacher"], name), mesh, [Shard(0)])
     inputs["teacher"] = inputs["teacher"]._replace(**{name: sharded})
     message = rf"teacher\.{name} is a DTensor: pass teacher\.{name}\.full_tensor\(\)"
     with pytest.raises(TypeError, match=message):
-        linear_kl(**inputs, backend=backend)
+        op(**inputs, backend=backend)
+    assert workspace._idle == []
 
 
 @OPS

@@ -171,7 +171,7 @@ class HeadPass:
         compared: Compared | None = None,
     ) -> None:
         self.inputs, self._compared = inputs, compared
-        n, once = len(inputs.hidden), any(wanted) and not entropies_learn
+        n = len(inputs.hidden)
         self.statistics = RowStatistics.empty(inputs.hidden, n, entropy, ())
         self.found = None if compared is None else Divergences.empty(inputs.hidden, n)
         self._in_pieces = suits(inputs) and not entropies_learn and compared is None
@@ -190,7 +190,7 @@ class HeadPass:
             self._in_pieces,
             inputs.vocabulary,
         )
-        self._once = once and compared is None
+        self._once = any(wanted) and not entropies_learn
         self._chunk: Any = None
         self._against: AgainstHead | AgainstTokens | None = None
 
