@@ -1,6 +1,7 @@
 """linear_kl and linear_kl_loss: what they compute, refuse and keep, on both backends."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -294,7 +295,9 @@ def test_gradient_of_any_result_alone(backend, device, kind, which):
     rest = {"rest": inputs.pop("rest")} if kind != "head" else {}
 
     def of_one(op: Any, **given: Any) -> Tensor:
-        return called(op, given, **rest, entropy=True, softcap=6.0, beta=0.3)[which]
+        # A cap as low as this leaves tokens that are left out of a sum a part of it.
+        options = {**rest, "entropy": True, "softcap": 1.0, "temperature": 0.7, "beta": 0.3}
+        return called(op, given, **options)[which]
 
     ops = functools.partial(linear_kl, backend=backend), reference.linear_kl
     judge(*(functools.partial(of_one, op) for op in ops), inputs, wrt=LEAVES, own_dtypes=True)
@@ -328,32 +331,24 @@ def closed(inputs: Inputs, *names: str, token: int = 7) -> Inputs:
     }
 
 
-@pytest.mark.parametrize("beta", [0.0, 1e-3, 0.3, 0.999, 1.0])
-def test_a_token_that_one_of_both_allows_alone(backend, device, beta):
-    """KL is infinite where its first distribution allows it; between the ends nothing is."""
+def test_a_token_that_not_both_allow(backend, device):
+    """KL is infinite where its first distribution alone allows it; between the ends nothing is."""
     inputs = batch(5, 60, device=device, bias=True)
     inputs["labels"].clamp_(max=5)
-    for shut, infinite in (("bias", beta == 0), ("teacher_bias", beta == 1)):
-        given = closed(inputs, shut)
-        loss, grads, found = run_loss(given, beta=beta, backend=backend)
+    both = "bias", "teacher_bias"
+    for beta, shut in itertools.product((0.0, 1e-3, 0.3, 0.999, 1.0), (both[:1], both[1:], both)):
+        given = closed(inputs, *shut)
+        loss, grads, found = run_loss(given, beta=beta, entropy=True, backend=backend)
+        infinite = (beta, shut) in ((0, both[:1]), (1, both[1:]))
         assert found.divergences.isposinf().all() == loss.isposinf() == infinite
         if infinite:
             continue
         exact = reference.divergence(*exact_log_probs(given), beta)
         torch.testing.assert_close(found.divergences.double(), exact, rtol=1e-5, atol=1e-6)
+        assert found.entropies.isfinite().all()
         assert all(x.isfinite().all() for x in grads.values())
-        if shut == "bias":
+        if "bias" in shut:
             assert not grads["weight"][7].any()
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_a_token_that_neither_allows(backend, device, beta):
-    inputs = closed(batch(5, 60, device=device, bias=True), "bias", "teacher_bias")
-    inputs["labels"].clamp_(max=5)
-    _, grads, found = run_loss(inputs, beta=beta, backend=backend)
-    exact = reference.divergence(*exact_log_probs(inputs), beta)
-    torch.testing.assert_close(found.divergences.double(), exact, rtol=1e-5, atol=1e-6)
-    assert not grads["weight"][7].any()
 
 
 @pytest.mark.parametrize("beta", [0.3, 1.0])
