@@ -779,3 +779,7 @@ def test_log_probs_in_bf16_may_add_up_to_more_than_one(backend, device):
     log_p = F.linear(inputs["hidden"].double(), inputs["weight"].double()).log_softmax(-1)
     wanted = kl(torch.full_like(log_p, -math.log(100)), log_p)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    inputs = batch(3, 101, kind="bucket", device=device) | {
+        k: inputs[k] for k in ("teacher_ids", "teacher_logprobs")
+    }  # nothing is left for the last token
+    assert called(linear_kl, inputs, beta=0.0, backend=backend).divergences.isfinite().all()
