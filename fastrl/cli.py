@@ -27,7 +27,8 @@ from fastrl.user_code import exits_are_errors, fault_of, forget_files
 USAGE = """\
 usage: fastrl COMMAND [CONFIG.yaml] [--flag value ...]
 
-Reinforcement learning from rewards and preferences for language models.
+Reinforcement learning from rewards and preferences, and distillation, for
+language models.
 
 commands:
   demo    train a small model on film reviews, improve it with PPO, in minutes
@@ -35,6 +36,7 @@ commands:
   sft     supervised fine-tuning of your language model on texts
   reward  train a reward model on preference pairs
   align   learn from preferences, as data or live: DPO, KTO, ORPO and others
+  distill learn a teacher's distributions, or one's own with a hint
   ppo     PPO on your model, prompts and reward
   grpo    PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
   recipes settings of whole runs for public models and GPUs of 8, 24 and 80 GB
@@ -204,10 +206,11 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 _METHODS = {
     **{name: f"align --loss {name}" for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
     **dict.fromkeys(("rm", "reward_model"), "reward"),
+    **dict.fromkeys(("distillation", "opd"), "distill"),
     **{name: f"grpo --advantage {name}" for name in ("rloo", "dr_grpo", "reinforce++")},
 }
 _ONE_PROCESS = ("demo", "new", "chat", "merge", "push", "replay", "plan")
-_TRAINING = ("sft", "reward", "align", "ppo", "grpo", "run-trl")
+_TRAINING = ("sft", "reward", "align", "distill", "ppo", "grpo", "run-trl")
 
 if __name__ == "__main__":
     sys.exit(main())

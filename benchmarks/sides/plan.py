@@ -113,6 +113,10 @@ def settings_of(shape: dict[str, Any], folder: str) -> Any:
 
 def planned(shape: dict[str, Any]) -> int:
     """The plan's peak."""
+    if shape["method"] == "distill":
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = _distillation(shape, folder)
+            return trainer.plan(shape["prompt"], shape["response"]).peak
     from fastrl.trainers.plan.skeleton import Skeleton
     from fastrl.trainers.rehearse import plan_memory
 
@@ -154,6 +158,9 @@ def run_step(shape: dict[str, Any], folder: str) -> None:
 
     from benchmarks.models import word_tokenizer
 
+    if shape["method"] == "distill":
+        _distillation(shape, folder).train()
+        return
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(shape))
     adapter, settings = adapter_of(shape), settings_of(shape, folder)
@@ -200,6 +207,71 @@ def run_step(shape: dict[str, Any], folder: str) -> None:
     loader = DatasLoader(Dataset.from_dict(pairs), tokenizer, max_length=prompt + response)
     factory = BatchFactory("offline-pairwise", loader, batch_size=shape["mini_batch"])
     Trainer(model, settings, factory, "dpo", peft_config=adapter).train()
+
+
+# The kinds of teachers, and the settings of those that have none but the student's weights.
+TEACHERS: dict[str, dict[str, Any]] = {
+    "another model": {},
+    "on the host": {"teacher_placement": "host"},
+    "an adapter": {},
+    "the base": {"teacher_model_kind": "base"},
+    "a copy": {"teacher_model_kind": "base"},
+    "live": {"teacher_model_kind": "live"},
+    "average": {"teacher_model_kind": "ema"},
+}
+HINT = 96  # tokens that a teacher's prompt has more, where it has a hint
+
+
+def _distillation(shape: dict[str, Any], folder: str) -> Any:
+    """A trainer whose teacher is of the kind that the shape's mode names."""
+    from datasets import Dataset
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.models import word_tokenizer, words
+    from fastrl import DistillationConfig, DistillationTrainer
+    from fastrl.rollout import bandwidth
+
+    bandwidth._COPIED["cpu"] = 1 << 20  # else what a process measures once is a small run's peak
+    torch.manual_seed(0)
+    mode, size = shape["mode"], shape["mini_batch"]
+    lora = adapter_of({"mode": "lora"}) if mode in ("an adapter", "the base") else None
+    teacher: Any = None
+    if mode in ("another model", "on the host"):
+        teacher = AutoModelForCausalLM.from_config(config_of({**shape, "width": 2 * shape["width"]}))
+        teacher.config.name_or_path = ""
+    elif mode == "an adapter":
+        teacher = f"{folder}/adapter"
+        get_peft_model(AutoModelForCausalLM.from_config(config_of(shape)), lora).save_pretrained(
+            teacher
+        )
+    rows: dict[str, list] = {
+        "prompt": [words(_ids(shape["prompt"], i)) for i in range(2 * size)],
+    }
+    if teacher is None or mode == "an adapter":
+        rows["teacher_prompt"] = [words(_ids(shape["prompt"] + HINT, i)) for i in range(2 * size)]
+    args = DistillationConfig(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=size,
+        max_steps=2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        max_completion_length=shape["response"],
+        generation_kwargs={"min_new_tokens": shape["response"]},
+        gradient_checkpointing=shape["checkpointing"],
+        micro_batch_tokens=shape["micro_batch_tokens"],
+        **TEACHERS[mode],
+    )
+    return DistillationTrainer(
+        AutoModelForCausalLM.from_config(config_of(shape)),
+        teacher,
+        args,
+        Dataset.from_dict(rows),
+        processing_class=word_tokenizer(min(shape["vocabulary"], 500)),
+        peft_config=lora,
+    )
 
 
 def _policy_gradient(

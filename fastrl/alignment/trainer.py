@@ -45,7 +45,6 @@ from fastrl.rewards.identity import identities_of
 from fastrl.rollout import RolloutEngine, choose_engine
 from fastrl.run.callbacks import ShownSamples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
-from fastrl.run.folder import RunFolder
 from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method
 from fastrl.run.random_state import restore_random_state, seed_at
@@ -321,7 +320,7 @@ class Trainer(BaseTrainer):
             self.factory.skip(0)
         if self.args.ledger and self.processes.is_main:
             self._ledger = GenerationLedger(
-                self._own_folder,
+                self.own_folder,
                 1.0,  # the temperature at which responses are scored
                 {
                     **self.args.to_dict(),
@@ -374,7 +373,7 @@ class Trainer(BaseTrainer):
             logs |= taken(self._metrics["train"], self.processes)
         super().log(logs, start_time)
         if self.args.log_completions and self.processes.is_main and self._table["prompt"]:
-            self._table.log(self.args, self._own_folder.path, self.state.global_step)
+            self._table.log(self.args, self.own_folder.path, self.state.global_step)
 
     def get_train_dataloader(self) -> DataLoader:
         """Returns a loader of the mini-batches of one epoch, each made when it is taken."""
@@ -542,11 +541,6 @@ class Trainer(BaseTrainer):
                         max_slots=self.args.rollout_slots,
                     )
                 factory.sample_with(self._engine)
-
-    @property
-    def _own_folder(self) -> RunFolder:
-        """The folder of ledger and tables: a command's run folder, or ``output_dir``."""
-        return self.run_folder or RunFolder(str(self.args.output_dir))
 
     def _room(self) -> dict[str, int] | None:
         """The size of the engine's KV cache, which decides the last bits of what it computes."""

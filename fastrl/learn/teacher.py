@@ -52,7 +52,7 @@ class Teachers:
 
     Attributes:
         left_out: how many samples had no number of their teacher, so that nothing was learned of
-            it.
+            it; the trainer that logs them counts from 0 again.
     """
 
     def __init__(

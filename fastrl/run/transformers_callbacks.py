@@ -48,6 +48,7 @@ _SHOWN = {
     "accuracy": "accuracy",
     "rewards/accuracies": "accuracy",
     "reward": "reward",
+    "divergence": "divergence",
     "win_rate": "win rate",
 }
 

@@ -238,6 +238,11 @@ class BaseTrainer(OpenTrainer):
         if "tokens" in saved:
             metrics.count("num_tokens", saved["tokens"])
 
+    @property
+    def own_folder(self) -> RunFolder:
+        """The folder of ledger and tables: a command's run folder, or ``output_dir``."""
+        return self.run_folder or RunFolder(str(self.args.output_dir))
+
     def own_mark(self) -> dict[str, Any]:
         """The part of :meth:`own_state` that a step changes before it updates the weights."""
         return {"metrics": self._metrics["train"].mark()}

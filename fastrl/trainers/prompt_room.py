@@ -8,7 +8,7 @@ from typing import Any
 
 from fastrl.data.chat import TEMPLATE_COLUMNS, is_blank, template_arguments
 from fastrl.data.prompt_ids import ids_of_prompts
-from fastrl.data.tables import each_row, is_stream
+from fastrl.data.tables import ROW, each_row, is_stream, row_number
 from fastrl.models.layout import layout_of
 
 _AT_A_TIME = 1 << 10  # prompts that are tokenized together
@@ -51,8 +51,8 @@ class PromptRoom:
         for name, data in data_by_name(train, evaluation).items():
             doubtful = (
                 (f"the prompt of row {i} of {name}", row["prompt"], self._template_of(row, i))
-                for i, row in rows_of(data)
-                if not i
+                for first, (i, row) in enumerate(rows_of(data))
+                if not first
                 or is_blank(row["prompt"])
                 or self._exceeded(_bytes_of(row["prompt"])) is not None
             )
@@ -61,6 +61,18 @@ class PromptRoom:
                 rows = ids_of_prompts(prompts, self._tokenizer, templates, names, self._longest)
                 for where, ids in zip(names, rows, strict=True):
                     self.check(ids, where)
+
+    def longest_of(self, data: Any) -> int:
+        """The most tokens of a data set's prompts, as they are cut; 0 where they are not known."""
+        rows = (row for _, row in rows_of(data))
+        longest = 0
+        while part := list(itertools.islice(rows, _AT_A_TIME)):
+            prompts = [row["prompt"] for row in part]
+            templates = [self._template_of(row, i) for i, row in enumerate(part)]
+            names = ["a prompt"] * len(part)
+            ids = ids_of_prompts(prompts, self._tokenizer, templates, names, self._longest)
+            longest = max(longest, *map(len, ids))
+        return longest
 
     def _template_of(self, row: Mapping[str, Any], i: int) -> dict[str, Any]:
         if isinstance(row["prompt"], str):
@@ -98,9 +110,10 @@ def rows_of(data: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
     if getattr(data, "column_names", None) is None or is_stream(data):
         return
     if data.format["type"] != "custom":
-        read = ("prompt", *TEMPLATE_COLUMNS)
+        read = ("prompt", ROW, *TEMPLATE_COLUMNS)
         columns = [name for name in data.column_names if name in read]
-        yield from enumerate(each_row(data.with_format(None).select_columns(columns)))
+        for i, row in enumerate(each_row(data.with_format(None).select_columns(columns))):
+            yield row_number(row, i), row
 
 
 def _bytes_of(prompt: Any) -> int:

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PrinterCallback, ProgressCallback
 
 from fastrl.config import PPOConfig, json_object, parse_json
+from fastrl.learn.ref_model import OwnAdapterRefModel
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
 from fastrl.models.model_files import is_adapter
 from fastrl.rollout import SamplingParams
@@ -281,13 +282,20 @@ def alternating(completions: Sequence[Any], **_: Any) -> list[float]:
     return [float(i % 2) for i in range(len(completions))]
 
 
+ADAPTER = "adapter"
+
+
 def _online(
-    stage: Stage, teachers: Mapping[str, Any] = MappingProxyType({})
+    stage: Stage,
+    teachers: Mapping[str, Any] = MappingProxyType({}),
+    teacher_prompt_tokens: int | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Rehearses a generation and the steps on it.
 
     Args:
         teachers: what :func:`_teachers` returns.
+        teacher_prompt_tokens: tokens of the prompts that teachers read; None: they read the
+            policy's, or as long ones.
     """
     args, memory = stage.settings, stage.memory
     prompt, response = stage.tokens.values()
@@ -299,14 +307,18 @@ def _online(
     count = max(stage.size * per_generation // group, 1)
     rows: dict[str, list] = {name: [f"w{i}" for i in range(count)] for name in _ASKED}
     others: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     if stage.trainer_class.needs_rewards:
         others["reward_funcs"] = alternating
     if teachers:
-        rows["teacher_prompt"] = [words(prompt, i % 2) for i in range(count)]
-        model = _built(stage, teachers)
+        model, changed = _built(stage, teachers)
         others |= {} if model is None else {"teacher_model": model}
         if args.teacher_column:
             rows[args.teacher_column] = [list(teachers)[i % len(teachers)] for i in range(count)]
+        if teacher_prompt_tokens or {None, ADAPTER} & {*teachers.values()}:
+            read = teacher_prompt_tokens or prompt
+            # Prompts differ, because equal prompts would be run once.
+            rows["teacher_prompt"] = [words(read, i % 2, i // 2) for i in range(count)]
     trainer = stage.made(
         stage.skeleton.build(),
         rows,
@@ -315,6 +327,7 @@ def _online(
         generation_batch_size=None,
         max_completion_length=response,
         replay_routing=False,
+        **changed,
     )
     options = {"autocast": trainer.accelerator.autocast, "max_slots": args.rollout_slots}
     engine = stage.engine(trainer.model, trainer.processing_class, **options)
@@ -332,7 +345,10 @@ def _online(
     trainer._collect.respond = trainer.responding_by(respond)
     memory.notes.append("the reward functions' memory: left out")
     stage.train(trainer, trainer._reference, *_taught_by(trainer))
-    return trainer.__class__.__name__.removesuffix("Trainer"), {"batch_size": stage.size}
+    sizes = {"batch_size": stage.size}
+    if "teacher_prompt" in rows:
+        sizes["teacher_prompt_tokens"] = len(rows["teacher_prompt"][0].split())
+    return trainer.__class__.__name__.removesuffix("Trainer"), sizes
 
 
 def likeliest(_prompts: Any, completion_ids: Sequence[list[int]], **_: Any) -> list[Any]:
@@ -340,24 +356,30 @@ def likeliest(_prompts: Any, completion_ids: Sequence[list[int]], **_: Any) -> l
     return [([[0]] * len(ids), [[0.0]] * len(ids)) for ids in completion_ids]
 
 
-def _built(stage: Stage, teachers: Mapping[str, Any]) -> Any:
+def _built(stage: Stage, teachers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The argument ``teacher_model``: functions, and teachers that are built, whose tokenizer is
-    not looked at."""
-    stage.memory.notes.append("teachers' prompts are planned as long as the policy's")
+    not looked at; and settings by which a copy of the policy's adapter stands for another one."""
+    notes, changed = stage.memory.notes, {}
     built = dict(teachers)
     for name, skeleton in teachers.items():
         if isinstance(skeleton, Skeleton):
-            stage.memory.notes += skeleton.guesses
+            notes += skeleton.guesses
             built[name] = skeleton.build()
             built[name].config.name_or_path = ""
-    return built if stage.settings.teacher_column else next(iter(built.values()))
+        elif skeleton == ADAPTER:  # its copy, which does not follow the policy's
+            notes.append("a teacher's adapter: as large as the one that is trained")
+            changed = {"teacher_model_kind": "ema", "teacher_sync_steps": 1 << 30}
+            built[name] = None
+    return built if stage.settings.teacher_column else next(iter(built.values())), changed
 
 
-def _named_teacher(stage: Stage) -> Skeleton | None:
-    """The skeleton of the teacher that settings name; None for one with the policy's weights."""
+def _named_teacher(stage: Stage) -> Skeleton | str | None:
+    """The teacher that settings name, see :func:`_teachers`."""
     path = stage.settings.teacher_model
-    if path is None or (stage.skeleton.adapter is not None and is_adapter(path)):
+    if path is None:
         return None
+    if stage.skeleton.adapter is not None and is_adapter(path):
+        return ADAPTER
     options = parse_json("teacher_model_init_kwargs", stage.settings.teacher_model_init_kwargs)
     return Skeleton.read(path, str(options.get("dtype", "float32")))
 
@@ -369,30 +391,32 @@ def _taught_by(trainer: Any) -> list[Any]:
 
 
 def _teachers(trainer: Any) -> dict[str, Any]:
-    """The skeletons of a trainer's teachers, by name; None for one with the policy's weights, and
-    :func:`likeliest` for a function."""
-    if trainer._teacher_models is None:
-        return {}
+    """The skeletons of a trainer's teachers, by name; None for one with the policy's weights,
+    ADAPTER for one that is another adapter on them, :func:`likeliest` for a function."""
+
+    def planned(reference: Any) -> Skeleton | str | None:
+        if isinstance(reference, OwnAdapterRefModel):
+            return ADAPTER
+        return None if reference.model is None or reference.why else Skeleton.of(reference.model)
+
     models = trainer._teacher_models
-    skeletons = {
-        name: None if x.model is None or x.why else Skeleton.of(x.model)
-        for name, x in models.references.items()
-    }
+    if models is None:
+        return {}
+    skeletons = {name: planned(reference) for name, reference in models.references.items()}
     return {**skeletons, **dict.fromkeys(models.functions, likeliest)}
 
 
 def _ppo(
     stage: Stage,
     critic: Skeleton | None = None,
-    teachers: Mapping[str, Skeleton | None] = MappingProxyType({}),
+    teachers: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[str, dict[str, Any]]:
     """Rehearses one optimizer step on its samples; with a trunk that policy and reference share, on
     all samples of a batch, as the trunk's hidden states of all are kept.
 
     Args:
         critic: the skeleton of the trainer's critic; None: of the settings' critic, if any.
-        teachers: the teachers' skeletons by name, None for one with the policy's weights; without
-            any those of the settings.
+        teachers: what :func:`_teachers` returns; without any those of the settings.
     """
     config, memory = stage.settings, stage.memory
     if critic is None and config.critic is not None:
@@ -412,7 +436,9 @@ def _ppo(
     prompt, response = stage.tokens.values()
     size, group = shortened.batch_size, shortened.group_size
     if teachers:
-        of_teachers["teacher_model"] = _built(stage, teachers)
+        of_teachers["teacher_model"], changed = _built(stage, teachers)
+        shortened = dataclasses.replace(shortened, **changed)
+        memory.notes.append("teachers' prompts are planned as long as the policy's")
         start = stage.vocabulary // 2
         read["teacher_queries"] = [
             tokens(prompt, stage.vocabulary, start=start + i // group) for i in range(size)
@@ -518,7 +544,10 @@ PREFERENCES = Surface(
 ONLINE = Surface(
     _online,
     lambda trainer: _samples(trainer, 1, trainer.has_own_loss),
-    lambda trainer: {"teachers": _teachers(trainer)},
+    lambda trainer: {
+        "teachers": _teachers(trainer),
+        "teacher_prompt_tokens": getattr(trainer._teacher_prompts, "longest", None) or None,
+    },
     arguments="config",
 )
 PPO = Surface(

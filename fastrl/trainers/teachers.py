@@ -16,7 +16,7 @@ from fastrl.data.batch import check_token_lists
 from fastrl.data.chat import TEMPLATE_COLUMNS, check_messages, content_text, is_chat, templates_of
 from fastrl.data.choose_padding import Packing, logprobs_and_values
 from fastrl.data.prompt_ids import ids_of_prompts
-from fastrl.data.tables import is_stream
+from fastrl.data.tables import ROW, is_stream
 from fastrl.data.token_batch import Padding
 from fastrl.learn.asked_teacher import AskedTeacher
 from fastrl.learn.ref_model import (
@@ -377,6 +377,10 @@ class TeacherPrompts:
         template: further arguments of the chat template.
         most: the most tokens of a response.
         limit: the setting that ``most`` is.
+
+    Attributes:
+        longest: the most tokens of a prompt that :meth:`check` has seen; 0: teachers read the
+            policy's prompts, or the rows are not known yet.
     """
 
     def __init__(
@@ -394,6 +398,7 @@ class TeacherPrompts:
             PromptRoom(model, most, self._tokenizer, template, of_a_pass, limit=limit)
             for model in models.read_by()
         ]
+        self.longest = 0
 
     def check(self, data: Any, name: str) -> None:
         """Checks all rows of a data set; those of a stream are checked as they are learned from.
@@ -405,14 +410,16 @@ class TeacherPrompts:
         names = getattr(data, "column_names", None)
         if names is None or is_stream(data) or data.format["type"] == "custom":
             return
-        read = {"prompt", PROMPT, CONTEXT, self.args.teacher_column, *TEMPLATE_COLUMNS}
+        read = {"prompt", ROW, PROMPT, CONTEXT, self.args.teacher_column, *TEMPLATE_COLUMNS}
         rows = data.with_format(None).select_columns([x for x in names if x in read])
         for first in range(0, len(rows), _AT_A_TIME):
             part = rows.select(range(first, min(first + _AT_A_TIME, len(rows))))
             columns = {column: list(part[column]) for column in part.column_names}
             prompts = columns.pop("prompt")
-            numbers = list(range(first, first + len(part)))
-            self._of(prompts, columns, numbers, [f"row {i} of {name}" for i in numbers])
+            numbers = columns.pop(ROW, range(first, first + len(part)))
+            found = self._of(prompts, columns, numbers, [f"row {i} of {name}" for i in numbers])
+            lengths = map(len, found.get("teacher_prompt_ids", ()))
+            self.longest = max(self.longest, *lengths, 0)
 
     def of(self, samples: Samples, places: Sequence[str] = ()) -> dict[str, Any]:
         """The columns ``teacher_prompt_ids`` and ``teachers`` of samples. Raises ValueError as

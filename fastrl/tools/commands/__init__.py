@@ -10,6 +10,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "sft": ("tools.commands.sft", ("SFTJob", "SFTFlags"), "run_sft"),
     "reward": ("tools.commands.reward", ("RewardJob", "RewardFlags"), "run_reward"),
     "align": ("tools.commands.align", ("AlignJob", "AlignFlags"), "run_align"),
+    "distill": ("tools.commands.distill", ("DistillJob", "DistillFlags"), "run_distill"),
     "ppo": ("tools.commands.ppo", ("PPOJob", "PPOFlags"), "run_ppo"),
     "grpo": ("tools.commands.ppo", ("GRPOJob", "GRPOFlags"), "run_ppo"),
     "recipes": ("tools.commands.recipes", (), "run_recipes"),

@@ -69,6 +69,10 @@ _JOBS = {
     ),
     **_refused("name the held-out data by --eval-dataset", "dataset_test_split"),
 }
+_SIZES = (
+    "--per-device-train-batch-size examples are in a pass of a device, and "
+    "--gradient-accumulation-steps passes in a step"
+)
 _FITS = {
     **_JOBS,
     **_same(
@@ -76,11 +80,7 @@ _FITS = {
         max_length="max_len",
         per_device_train_batch_size="micro_train_batch_size",
     ),
-    **_refused(
-        "--per-device-train-batch-size examples are in a pass of a device, and "
-        "--gradient-accumulation-steps passes in a step",
-        "batch_size train_batch_size",
-    ),
+    **_refused(_SIZES, "batch_size train_batch_size"),
 }
 _ROLLOUTS = {
     **_JOBS,
@@ -177,6 +177,19 @@ _ALIASES: dict[str, dict[str, Alias]] = {
             "'{\"length_means\": true}'",
             "loss_type",
         ),
+    },
+    "distill": {
+        **_JOBS,
+        **_same(
+            num_train_epochs="epochs num_epochs max_epochs",
+            per_device_train_batch_size="micro_train_batch_size",
+            num_generations="group_size n_samples_per_prompt",
+            max_completion_length="max_new_tokens max_response_length response_length "
+            "generate_max_len",
+            teacher_model_name_or_path="teacher_model teacher_pretrain",
+        ),
+        **_refused(_SIZES, "batch_size train_batch_size"),
+        **_refused("responses are the student's own: leave it out", "lmbda seq_kd"),
     },
     "ppo": _ROLLOUTS,
     "grpo": _ROLLOUTS,

@@ -44,7 +44,7 @@ class AlignJob(FitJob):
 
     command: ClassVar[str] = "align"
     essentials: ClassVar[dict[str, str]] = essential_flags(
-        "task loss loss_args reference", "annotator judge max_new_tokens temperature"
+        "task loss loss_args reference", "max_length annotator judge max_new_tokens temperature"
     )
 
     task: str | None = setting(

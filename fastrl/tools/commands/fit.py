@@ -1,4 +1,4 @@
-"""The shared part of ``fastrl sft``, ``reward`` and ``align``: flags, data, and the run."""
+"""The shared part of ``fastrl sft``, ``reward``, ``align`` and ``distill``: flags, data, run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def essential_flags(what: str, data: str) -> dict[str, str]:
     """
     return {
         "what to train": f"model dataset output {what}",
-        "data": f"eval_dataset eval_examples max_length {data}",
+        "data": f"eval_dataset eval_examples {data}",
         "training": "num_train_epochs max_steps per_device_train_batch_size "
         "gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps bf16",
         "model and run": "save_steps resume_from_checkpoint overwrite lora_r dtype seed "

@@ -17,7 +17,7 @@ class RewardJob(FitJob):
     """A job of ``fastrl reward``: what to train, on which pairs, and where the results go."""
 
     command: ClassVar[str] = "reward"
-    essentials: ClassVar[dict[str, str]] = essential_flags("", "")
+    essentials: ClassVar[dict[str, str]] = essential_flags("", "max_length")
 
     output: str = setting_like(FitJob, "output", "runs/reward")
 

@@ -18,7 +18,7 @@ class SFTJob(FitJob):
 
     command: ClassVar[str] = "sft"
     essentials: ClassVar[dict[str, str]] = essential_flags(
-        "", "dataset_text_field response_template packing"
+        "", "max_length dataset_text_field response_template packing"
     )
 
     output: str = setting_like(FitJob, "output", "runs/sft")

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,7 +43,7 @@ from fastrl.registry import own_functions
 from fastrl.rewards.identity import identities_of
 from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout.backends import make_backend
-from fastrl.run.folder import RunFolder
+from fastrl.run.callbacks import ShownSamples
 from fastrl.run.ledger import Lists
 from fastrl.run.metric_means import Parts, mean_of
 from fastrl.samples import Samples
@@ -94,6 +94,10 @@ class OnlineTrainer(BaseTrainer, ABC):
 
     A batch of the loader has all prompts of a generation, and the loader repeats it for each
     mini-batch of its responses, as in TRL. Runs are resumed bit for bit.
+
+    Attributes:
+        shown: the prompts, responses and rewards of the first evaluation and of the latest; None,
+            unless a list is set before these: they are not kept.
 
     Subclasses turn rewards into advantages, and log-probs into a loss. A subclass that replaces
     sampling, or adds to it, sets its own attributes before ``super().__init__``.
@@ -211,6 +215,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         # A subclass that computes log-probs runs forward passes whose routing nobody reads.
         self._routes = LOGPROBS not in self.overrides and follow_routers(model) > 0
         self._generations = Generations(args.seed, args.steps_per_generation, args.num_iterations)
+        self.shown: list[ShownSamples] | None = None
         self._seconds = 0.0  # that this optimizer step has taken so far
         args.remove_unused_columns = False
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
@@ -327,14 +332,6 @@ class OnlineTrainer(BaseTrainer, ABC):
             self._noted.take_columns,
         )
         self._ledger: GenerationLedger | None = None
-        if args.ledger and self.processes.is_main:
-            self._ledger = GenerationLedger(
-                RunFolder(str(args.output_dir)),
-                self.temperature,
-                args.to_dict(),
-                args.generation_arguments,
-                self.own_code(),
-            )
         self._loss = self._make_loss()
         self._teacher_follow = None
         self._teachers: Teachers | None = None  # those whose log-probs are in the rewards
@@ -403,6 +400,10 @@ class OnlineTrainer(BaseTrainer, ABC):
     def has_own_loss(self) -> bool:
         """Whether a program's subclass computes the loss, or the log-probs that the loss reads."""
         return bool(self.overrides & _LOSSES)
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt of the training data, at least 2, for a plan."""
+        return max(2, self._room.longest_of(self.train_dataset))
 
     def responding_by(self, function: Any) -> RolloutFunction:
         """Returns what answers prompts by calling the ``rollout_func`` ``function``."""
@@ -548,6 +549,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         self._generations.made["eval"] = 0  # all evaluations draw the same random numbers
         with self.products.on(self.model, self.ref_model, *self.teacher_models):
             output = super().evaluation_loop(*args, **kwargs)
+        if self.shown is not None:
+            self.shown[1:] = [self._noted.take_shown()]
         taken = self._noted.take("eval", self.state.num_input_tokens_seen)
         prefix = prefix_of(args, kwargs)
         output.metrics.update({f"{prefix}_{name}": value for name, value in taken.items()})
@@ -679,6 +682,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         noted = {"entropy": mean_of(batch.entropies)}
         if batch.divergences is not None:
             noted["divergence"] = mean_of(batch.divergences)
+            assert self._loss.teachers is not None
+            self._note_left_out(self._loss.teachers, batch.whole.size, mode)
         if self.aux_loss_enabled:
             losses = [x.aux_loss for x in counted if x.aux_loss is not None]
             noted["aux_loss"] = mean_of(torch.stack(losses).sum()[None])
@@ -758,6 +763,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         advantages, spreadless = self.advantages_of(judged, kl, group, mode)
         self._noted.rewards(judged, spreadless, mode)
         self._noted.responses(collected, judged, advantages)
+        if mode == "eval" and self.shown is not None:
+            self._noted.show_later(collected, judged)
         if mode == "train" and self.args.ledger:
             self._enter(collected, learnable, advantages)
         first = self.processes.index * len(rows)
@@ -782,7 +789,14 @@ class OnlineTrainer(BaseTrainer, ABC):
                 masks[i] = torch.zeros_like(masks[i])
                 apart.append(torch.full_like(x, torch.nan))
         self._metrics[mode].add({"teacher_kl": mean_of(of_learned(learnable, apart))})
+        self._note_left_out(self._teachers, len(apart), mode)
         return [-coef * x for x in apart]
+
+    def _note_left_out(self, teachers: Teachers, count: int, mode: str) -> None:
+        """Logs the share of ``count`` responses for which a teacher has no numbers."""
+        share = torch.tensor(float(teachers.left_out)), torch.tensor(float(count))
+        self._metrics[mode].pool({"teacher_nonfinite": share})
+        teachers.left_out = 0
 
     def _enter(self, collected: Samples, learnable: Samples, advantages: Tensor) -> None:
         """Enters the responses of all processes into the ledger."""
@@ -869,6 +883,7 @@ class OnlineTrainer(BaseTrainer, ABC):
             "reuses": self._scorer.reuses,
             "reference": self._follow.state(),
             "teacher": {} if self._teacher_follow is None else self._teacher_follow.state(),
+            "first_shown": asdict(self.shown[0]) if self.shown else None,
         }
         return {**super().own_state(), "online": online}
 
@@ -876,10 +891,20 @@ class OnlineTrainer(BaseTrainer, ABC):
         super().begin_training(resumed)
         state = None if resumed is None else resumed["own"]["online"]
         self._generations.load(state)
-        if self._ledger is not None:
+        if self.args.ledger and self.processes.is_main:
+            self._ledger = GenerationLedger(
+                self.own_folder,
+                self.temperature,
+                self.args.to_dict(),
+                self.args.generation_arguments,
+                self.own_code(),
+            )
             self._ledger.begin(self._generations.made["train"])
         if state is None:
             return
+        if self.shown is not None:
+            first = state.get("first_shown")
+            self.shown[:] = [] if first is None else [ShownSamples(**first)]
         self._scorer.reuses = state["reuses"]
         if state.get("table"):
             self._logs.load(state["table"])
@@ -916,7 +941,7 @@ class OnlineTrainer(BaseTrainer, ABC):
             logs.update(self._noted.take("train", self.state.num_input_tokens_seen))
         super().log(logs, start_time)
         if self.processes.is_main:
-            self._noted.show(self.state.global_step)
+            self._noted.show(self.state.global_step, self.own_folder.path)
 
 
 def asked_of(rows: Sequence[Mapping[str, Any]]) -> Samples:

@@ -59,7 +59,7 @@ class _GenerationWalk(LoopWalk):
         self.collector = trainer._collect
         now = {name: getattr(trainer.args, name) for name in _DECIDING}
         self.check_same(now, self.facts["settings"])
-        silent = (trainer, "_ledger", None), (trainer.args, "log_completions", False)
+        silent = (trainer.args, "ledger", False), (trainer.args, "log_completions", False)
         self.stands_in = ((trainer, "_collect", self), *silent)
 
     def __call__(self, asked: Asked) -> Samples:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrl.collect.completions_table import CompletionsTable
+from fastrl.run.callbacks import ShownSamples
 from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
@@ -39,6 +40,7 @@ class ResponseLog:
         self.args, self.names, self.processes = args, list(names), processes
         self.metrics = metrics
         self.table = CompletionsTable(args.generation_batch_size)
+        self._shown = ShownSamples([], [], [])
         self._columns: defaultdict[str, list] = defaultdict(list)
         self._numbers: defaultdict[str, list[float]] = defaultdict(list)
 
@@ -149,7 +151,24 @@ class ResponseLog:
             metrics = {"num_tokens": float(tokens), **metrics}
         return metrics
 
-    def show(self, step: int) -> None:
-        """Prints the table, saves it and sends it to trackers, if ``log_completions`` is set."""
+    def show(self, step: int, folder: Path) -> None:
+        """Prints the table, saves it below ``folder`` and sends it to trackers, if
+        ``log_completions`` is set."""
         if self.args.log_completions and self.table["prompt"]:
-            self.table.log(self.args, Path(str(self.args.output_dir)), step)
+            self.table.log(self.args, folder, step)
+
+    # The texts of an evaluation.
+
+    def show_later(self, samples: Samples, judged: Samples) -> None:
+        """Adds an evaluation's responses of all processes, for :meth:`take_shown`; their texts are
+        in the main process alone."""
+        for prompts, texts in self.processes.objects_at_main((samples.prompt_texts, samples.texts)):
+            self._shown.prompts.extend(prompts)
+            self._shown.completions.extend(texts)
+        of_none = torch.full_like(judged.scores, torch.nan)
+        self._shown.rewards.extend((judged.scores if self.names else of_none).tolist())
+
+    def take_shown(self) -> ShownSamples:
+        """The responses added since the last call; rewards are NaN without a reward function."""
+        shown, self._shown = self._shown, ShownSamples([], [], [])
+        return shown

@@ -1,0 +1,104 @@
+"""``fastrl distill``: a language model learns a teacher's distributions over its own responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fastrl.config import parse_json
+from fastrl.settings import setting, setting_like
+from fastrl.tools.commands.fit import CommandFlags, FitJob, essential_flags, fit
+from fastrl.trainers.groups.distillation_config import DistillationConfig
+
+
+@dataclass(kw_only=True)
+class DistillJob(FitJob):
+    """A job of ``fastrl distill``: which student, on which prompts, and where the results go."""
+
+    command: ClassVar[str] = "distill"
+    essentials: ClassVar[dict[str, str]] = essential_flags(
+        "teacher_model_name_or_path teacher_model_kind beta",
+        "max_completion_length num_generations temperature",
+    )
+
+    output: str = setting_like(FitJob, "output", "runs/distill")
+    samples: int = setting(
+        "How many responses to held-out prompts to show before and after training.",
+        8,
+        within="[0, inf)",
+    )
+
+
+@dataclass
+class DistillFlags(CommandFlags, DistillationConfig):
+    """DistillationConfig with defaults for a command."""
+
+    _argument_group_name: ClassVar[str] = "distillation, and transformers' training arguments"
+
+    teacher_model_name_or_path: str | None = setting(
+        "The teacher: a model or, for a student with LoRA, an adapter on its base; by default the "
+        "student's own weights, which read a hint. With --teacher-column: a JSON object of these "
+        "by name.",
+        None,
+        aliases=["--teacher"],
+    )
+    num_train_epochs: float = setting_like(CommandFlags, "num_train_epochs", 1.0)
+    learning_rate: float = setting_like(CommandFlags, "learning_rate", 1e-5)
+    num_generations_eval: int | None = setting_like(DistillationConfig, "num_generations_eval", 1)
+
+
+def run_distill(job: DistillJob, flags: DistillFlags) -> dict[str, Any]:
+    """Trains, saves and reports; returns what :func:`fit` does."""
+    with job.claimed(flags) as folder:
+        trainer = make_trainer(job, flags)
+        trainer.shown = []
+        teacher = flags.teacher_model_name_or_path or f"itself ({flags.teacher_model_kind})"
+        return fit(
+            trainer,
+            folder,
+            job,
+            flags,
+            description="distillation",
+            title=f"{job.model}: distillation from {teacher} on {job.dataset}",
+            results=_results,
+            evaluations=trainer.shown,
+            show=job.samples,
+            lengths=lambda: (trainer.longest_prompt(), flags.max_completion_length),
+        )
+
+
+def make_trainer(job: DistillJob, flags: DistillFlags) -> Any:
+    """The trainer of a job. A teacher that is loaded has the dtype of the student's weights, unless
+    ``teacher_model_init_kwargs`` name another."""
+    from fastrl.models.load import load_language_model
+    from fastrl.trainers.groups.distillation import DistillationTrainer
+
+    teachers = None
+    if flags.teacher_column is not None:
+        teachers = parse_json("teacher", flags.teacher_model_name_or_path)
+    peft_config = job.lora_config("CAUSAL_LM")
+    given = parse_json("teacher_model_init_kwargs", flags.teacher_model_init_kwargs)
+    if flags.teacher_model_name_or_path is not None:
+        flags.teacher_model_init_kwargs = {"dtype": job.dtype, **given}
+    train, held_out, tokenizer = job.begin(flags)
+    return DistillationTrainer(
+        load_language_model(job.model, **job.loading(flags), trainable=True),
+        teachers,
+        flags,
+        train,
+        held_out,
+        tokenizer,
+        peft_config=peft_config,
+    )
+
+
+# What summary.json records of an evaluation, and the metric's name without "eval_".
+_RESULTS = {
+    "held_out_divergence": "divergence",
+    "held_out_entropy": "entropy",
+    "held_out_length": "completions/mean_length",
+}
+
+
+def _results(metrics: dict[str, float]) -> dict[str, float]:
+    return {title: metrics[f"eval_{name}"] for title, name in _RESULTS.items()}
