@@ -64,6 +64,23 @@ def grpo(step: int, rng: random.Random) -> dict[str, float]:
     }
 
 
+def distill(step: int, rng: random.Random) -> dict[str, float]:
+    """Likewise of distillation."""
+    done = step / STEPS
+    divergence = 0.5 - 0.3 * done + rng.gauss(0, 0.02)
+    return {
+        "step": step,
+        "loss": divergence,
+        "divergence": divergence,
+        "teacher_nonfinite": 0.0,
+        "learning_rate": 1e-5,
+        "grad_norm": 1 + rng.random(),
+        "ppo/policy/entropy": 2.5 - done,
+        "tokens/responses_len_mean": 20.0,
+        "tokens/cut_share": 0.1,
+    }
+
+
 def evaluations(key: str, *values: float, **others: float) -> list[dict[str, float]]:
     """Evenly spaced, from step 0 to the last."""
     steps = [round(STEPS * i / (len(values) - 1)) for i in range(len(values))]
@@ -91,6 +108,7 @@ LOSSES = evaluations("eval_loss", 0.69, 0.5, 0.45)
 HELD_OUT = {
     ppo: rewards(0.1, 0.5, 0.9),
     fit: LOSSES,
+    distill: evaluations("eval_divergence", 0.5, 0.3),
     grpo: [*evaluations("eval_loss", 0.0, 0.1), *evaluations("eval_reward", 0.1, 0.9)],
 }
 AT_CHANCE = evaluations(
@@ -148,6 +166,9 @@ SICK: dict[str, list[RunCurves]] = {
      record(held_out=[*rewards(0, 1), {"step": 40, "eval/nan_samples": 2}]),
      record(fit, {"loss": lambda s: math.nan if s == 7 else 1 / s}),
      record(fit, {"nonfinite_steps": lambda s: int(s == 7)})],
+    "divergence does not fall": [
+        record(distill, {"divergence": lambda s: 0.1 + 0.01 * s}, held_out=[]),
+        record(distill, held_out=evaluations("eval_divergence", 0.3, 0.5))],
     "exploding gradients": [record(changes={"ppo/grad_norm": lambda s: 1.3**s}),
      record(fit, {"grad_norm": lambda s: 1.3**s})],
     "loss does not fall": [record(fit, {"loss": 0.69}, held_out=[])],
@@ -158,7 +179,7 @@ SICK: dict[str, list[RunCurves]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("row", [ppo, fit, grpo])
+@pytest.mark.parametrize("row", [ppo, fit, grpo, distill])
 def test_a_healthy_run_has_no_finding(row):
     diagnosis = examine(record(row))
     assert diagnosis.findings == ()
@@ -204,6 +225,30 @@ def test_every_illness_is_found_and_no_other(name):
 )  # fmt: skip
 def test_what_healthy_runs_do_is_no_illness(run):
     assert examine(run).findings == ()
+
+
+def test_a_run_without_rewards_is_advised_by_its_teacher():
+    """Not by settings of rewards, which it does not have."""
+    sick = record(
+        distill,
+        {"tokens/cut_share": 0.9, "teacher_nonfinite": lambda s: 0.5 * (s == 7), **COLLAPSE},
+    )
+    by_name = {finding.name: finding for finding in examine(sick).findings}
+    cut, collapsed = by_name["responses cut by length"], by_name["entropy collapse"]
+    assert "missing_eos_penalty" not in cut.advice
+    assert (collapsed.severity, "init_kl_coef" in collapsed.advice) == (NOTE, False)
+    assert "load the teacher in bfloat16" in by_name["non-finite numbers"].advice
+    assert "teacher_nonfinite 0.5 (step 7)" in by_name["non-finite numbers"].figures
+    assert "missing_eos_penalty" in examine(record(changes={"tokens/cut_share": 0.9})).findings[0].advice
+
+
+def test_a_divergence_that_stays_and_one_from_a_teacher_that_moves_are_notes():
+    stays = record(distill, held_out=evaluations("eval_divergence", 0.3, 0.29))
+    rising = evaluations("eval_divergence", 0.3, 0.5)
+    moves = record(distill, held_out=rising, teacher_model_kind="ema")
+    for run in (stays, moves):
+        (finding,) = examine(run).findings
+        assert (finding.name, finding.severity) == ("divergence does not fall", NOTE)
 
 
 def test_wasted_groups_and_a_single_peak_are_notes():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastrl.config import parse_json
+from fastrl.learn.ref_model.teacher_arguments import KINDS
 from fastrl.settings import setting, setting_like
 from fastrl.tools.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.trainers.groups.distillation_config import DistillationConfig
@@ -41,6 +42,12 @@ class DistillFlags(CommandFlags, DistillationConfig):
         "by name.",
         None,
         aliases=["--teacher"],
+    )
+    teacher_model_kind: str = setting(
+        "Without a teacher: base (the student as training begins), live (as it is) or ema "
+        "(averaged).",
+        "base",
+        choices=KINDS,
     )
     num_train_epochs: float = setting_like(CommandFlags, "num_train_epochs", 1.0)
     learning_rate: float = setting_like(CommandFlags, "learning_rate", 1e-5)

@@ -19,6 +19,7 @@ FLAGS_OF = {
     "grpo": ("ppo", "GRPOFlags"),
     "sft": ("sft", "SFTFlags"),
     "reward": ("reward", "RewardFlags"),
+    "distill": ("distill", "DistillFlags"),
 }
 LARGEST_GIB = 4096
 
@@ -57,7 +58,7 @@ class PlanJob:
         choices=recipes,
     )
     method: str = setting(
-        "ppo, grpo, sft, reward, or a loss of preference learning, such as dpo. Further flags are "
+        "ppo, grpo, sft, reward, distill, or a loss of preference learning, such as dpo. Further flags are "
         "those of the method's command.",
         "ppo",
     )
@@ -72,6 +73,11 @@ class PlanJob:
     prompt_tokens: int = setting("Tokens of each prompt.", 256)
     response_tokens: int = setting(
         "Tokens of each response. Texts of sft and reward have prompt_tokens more.", 256
+    )
+    teacher_prompt_tokens: int | None = setting(
+        "Distillation: tokens of each prompt that a teacher reads, if not the student's.",
+        None,
+        within="[2, inf)",
     )
     lora_r: int = setting_like(TrainingJob, "lora_r")
     load_in_4bit: bool | None = setting_like(TrainingJob, "load_in_4bit")
@@ -103,6 +109,10 @@ class PlanJob:
         if self.gpu_gib is not None and usable(self.gpu_gib) <= 0:
             raise ValueError(f"gpu_gib={self.gpu_gib:g} is less than a GPU's driver itself takes")
         check_weights(self)
+        if self.teacher_prompt_tokens is not None and self.method != "distill":
+            raise ValueError(
+                "teacher_prompt_tokens is for the method distill: leave it out, or set that"
+            )
         if self.task is not None:
             self._check_task(self.task)
 
@@ -121,9 +131,11 @@ class PlanJob:
         return self.method in POLICY_GRADIENTS
 
     @property
-    def task_is_online(self) -> bool:
-        """Whether the policy writes the responses of preference learning."""
-        return self.method not in FLAGS_OF and bool(self._task.online)
+    def samples_responses(self) -> bool:
+        """Whether the policy writes the responses, in a rollout engine with slots."""
+        if self.method in FLAGS_OF:
+            return self.is_policy_gradient or self.method == "distill"
+        return bool(self._task.online)
 
     @property
     def learns_pairs(self) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from fastrl.config import PPOConfig
+from fastrl.config import PPOConfig, parse_json
 from fastrl.models import quantised
+from fastrl.models.model_files import is_adapter
 from fastrl.models.optimizers import optimizer_name
 from fastrl.tools.commands.plan_job import PlanJob, new_adapter
 from fastrl.trainers.plan.advice import Dial, Remedy
@@ -46,12 +47,11 @@ class PlannedRun:
 
     @property
     def samples_responses(self) -> bool:
-        """Whether the policy writes the responses, in a rollout engine with slots."""
-        return self.job.is_policy_gradient or self.job.task_is_online
+        return self.job.samples_responses
 
     @property
     def kv_cache_flag(self) -> str | None:
-        return "--rollout-kv-cache-gib" if self.job.is_policy_gradient else None
+        return "--rollout-kv-cache-gib" if hasattr(self.flags, "rollout_kv_cache_gib") else None
 
     def plan(self) -> Plan:
         """Rehearses the method's trainer; raises ValueError for lengths or settings it refuses."""
@@ -68,6 +68,10 @@ class PlannedRun:
             from fastrl.trainers.sft import SFTTrainer as trainer_class
         elif job.method == "reward":
             from fastrl.trainers.reward import RewardTrainer as trainer_class
+        elif job.method == "distill":
+            from fastrl.trainers.groups.distillation import DistillationTrainer as trainer_class
+
+            parts = self._teachers()
         else:
             from fastrl.alignment.trainer import Trainer as trainer_class
 
@@ -77,6 +81,27 @@ class PlannedRun:
         return plan_memory(
             trainer_class, self.skeleton, self.flags, *lengths, device=job.kind_of_device, **parts
         )
+
+    def _teachers(self) -> dict[str, Any]:
+        """What the rehearsal is to know of teachers; only their configurations are read."""
+        from fastrl.trainers.rehearse import ADAPTER
+
+        named = {"": self.flags.teacher_model_name_or_path}
+        if self.flags.teacher_column is not None:
+            named = parse_json("teacher", named[""])
+        options = parse_json("teacher_model_init_kwargs", self.flags.teacher_model_init_kwargs)
+        dtype = str(options.get("dtype", self.skeleton.dtype)).removeprefix("torch.")
+
+        def planned(path: str | None) -> Skeleton | str | None:
+            if path is None:
+                return None
+            own = self.skeleton.adapter is not None and is_adapter(path)
+            return ADAPTER if own else Skeleton.read(path, dtype)
+
+        return {
+            "teachers": {name: planned(path) for name, path in named.items()},
+            "teacher_prompt_tokens": self.job.teacher_prompt_tokens,
+        }
 
     def fitted(self, gpu_gib: float) -> tuple[PlannedRun, Plan]:
         """The run as its command begins it on a GPU, with passes that fit unless their size is set;
@@ -104,6 +129,12 @@ class PlannedRun:
             raise ValueError(
                 f"{whole} are more than --max-length={most}, to which the run cuts: raise that, or "
                 "lower them"
+            )
+        most = getattr(self.flags, "max_completion_length", None)
+        if most is not None and job.response_tokens > most:
+            raise ValueError(
+                f"--response-tokens {job.response_tokens} are more than --max-completion-length="
+                f"{most}: raise that, or lower them"
             )
         texts = 2 if job.learns_pairs and job.learns_a_reward_model else 1
         of_a_pass = self.flags.micro_batch_tokens
@@ -141,6 +172,8 @@ class PlannedRun:
         """Samples that would be generated at a time if there were slots for all."""
         if self.job.is_policy_gradient:
             return int(self.flags.batch_size)
+        if self.job.method == "distill":
+            return int(self.flags.per_device_train_batch_size * self.flags.steps_per_generation)
         return (1 + self.job.learns_pairs) * int(self.flags.per_device_train_batch_size)
 
     @property
@@ -169,6 +202,12 @@ class PlannedRun:
         """Tokens of a mini-batch, at most."""
         return int(getattr(self.flags, self._size)) * self._example
 
+    @property
+    def _keeps_batches(self) -> bool:
+        """Whether smaller batches would be other generations, or another update: passes of few
+        tokens are not."""
+        return self.job.is_policy_gradient or self.job.method == "distill"
+
     def _with_slots(self, factor: int) -> tuple[str, PlannedRun]:
         slots = self.flags.rollout_slots * factor
         return f"--rollout-slots {slots}", self._with(rollout_slots=slots)
@@ -182,6 +221,8 @@ class PlannedRun:
         if self.job.is_policy_gradient:
             steps = flags.batch_size / (flags.mini_batch_size * flags.gradient_accumulation_steps)
             return steps * flags.gradient_accumulation_steps, self._with_larger_batches
+        if self.job.method == "distill":
+            return flags.gradient_accumulation_steps, self._with_larger_batches
         return float("inf"), self._with_larger_batches
 
     def _with_tokens(self, factor: int) -> tuple[str, PlannedRun]:
@@ -202,7 +243,7 @@ class PlannedRun:
     def _smaller_rollouts(self) -> Iterator[Remedy]:
         if not self.samples_responses:
             return
-        if self.job.is_policy_gradient:
+        if hasattr(self.flags, "rollout_sleep"):
             yield _switch("rollout_sleep", "slower rollouts", {KV_CACHE: 0.0, CASTS: 0.0})
         slots = min(self.flags.rollout_slots, self._samples_at_once)
         for part in (2, 4, 8):
@@ -212,7 +253,7 @@ class PlannedRun:
 
     def _smaller_passes(self) -> Iterator[Remedy]:
         cost = "the same gradient in more passes"
-        if self.job.is_policy_gradient or self.flags.micro_batch_tokens is not None:
+        if self._keeps_batches or self.flags.micro_batch_tokens is not None:
             size = self.flags.micro_batch_tokens or self._tokens
             tokens, part = size // 2, 2
             least = max(self._example, _SMALLEST_POSITIONS)
@@ -236,7 +277,14 @@ class PlannedRun:
         )
         if self.job.kind_of_device == "cpu":
             return  # a CPU's memory is the host's
-        if hasattr(self.flags, "reference"):
+        if self.job.method == "distill":
+            yield Remedy(
+                "--teacher-placement host",
+                "a slower teacher",
+                {REFERENCE: 0.0},
+                PlannedRun._teacher_offloaded,
+            )
+        elif hasattr(self.flags, "reference"):
             yield Remedy(
                 "--reference offload", "a slower reference", {REFERENCE: 0.0}, PlannedRun._offloaded
             )
@@ -249,7 +297,7 @@ class PlannedRun:
         )
 
     def _less_precise(self) -> Iterator[Remedy]:
-        if hasattr(self.flags, "reference_dtype"):
+        if self.job.method != "distill" and hasattr(self.flags, "reference_dtype"):
             yield Remedy(
                 "--reference-dtype bfloat16",
                 "log-probs of the reference in bf16",
@@ -305,6 +353,9 @@ class PlannedRun:
         if isinstance(self.flags, PPOConfig):
             return dataclasses.replace(self, flags=dataclasses.replace(self.flags, **fields))
         flags = copy.copy(self.flags)  # transformers' arguments cannot be replaced
+        steps = "gradient_accumulation_steps"
+        if getattr(flags, "steps_per_generation", None) == getattr(flags, steps):  # by default
+            fields = {**fields, "steps_per_generation": fields.get(steps, getattr(flags, steps))}
         for name, value in fields.items():
             setattr(flags, name, value)
         return dataclasses.replace(self, flags=flags)
@@ -334,6 +385,15 @@ class PlannedRun:
         if not self._copies_the_reference or self.flags.reference == "offload":
             return None
         return self._with(reference="offload")
+
+    def _teacher_offloaded(self) -> PlannedRun | None:
+        """The run with its teacher in host memory; None where that is not a model of its own."""
+        given, kind = self.flags.teacher_model_name_or_path, self.flags.teacher_model_kind
+        if self.flags.teacher_placement == "host":
+            return None
+        if given is None and (kind == "live" or self.skeleton.adapter is not None):
+            return None
+        return self._with(teacher_placement="host")
 
     def _optimizer_offloaded(self) -> PlannedRun | None:
         if optimizer_name(self.flags) not in _ADAMS:

@@ -24,9 +24,20 @@ if TYPE_CHECKING:
     from fastrl.collect.compare_replay import Replayed, ReplayedSample
     from fastrl.config import PPOConfig
     from fastrl.tools.commands.align import AlignFlags, AlignJob
+    from fastrl.tools.commands.distill import DistillFlags, DistillJob
     from fastrl.tools.commands.ppo import PPOJob
 
-_JOBS = {"ppo": ("ppo", "PPOJob"), "grpo": ("ppo", "GRPOJob"), "align": ("align", "AlignJob")}
+_JOBS = {
+    "ppo": ("ppo", "PPOJob"),
+    "grpo": ("ppo", "GRPOJob"),
+    "align": ("align", "AlignJob"),
+    "distill": ("distill", "DistillJob"),
+}
+# Of commands on transformers' Trainer: the class of their flags, and the module that replays.
+_FITTED = {
+    "align": ("AlignFlags", "fastrl.alignment.replay"),
+    "distill": ("DistillFlags", "fastrl.trainers.groups.replay"),
+}
 # Modules that replay runs of trainers that have no command.
 _IN_PYTHON = {
     "GRPOTrainer": "fastrl.trainers.groups.replay",
@@ -70,7 +81,7 @@ def run_replay(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("replay", __doc__)
-    parser.add_argument("run", metavar="RUN", help="The --output of fastrl ppo, grpo or align.")
+    parser.add_argument("run", metavar="RUN", help="The --output of fastrl ppo, grpo, align or distill.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="Counted from 1.")
     parser.add_argument(
         "--sample", type=int, metavar="I", help="A sample of the step, from 0; by default all."
@@ -79,28 +90,27 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _replayed(folder: RunFolder, step: int) -> Replayed:
-    from fastrl.models.load import load_tokenizer
-    from fastrl.tools.commands import align
-    from fastrl.tools.commands.ppo import make_trainer
+    with working_directory(folder):
+        job: Any = read_job(folder)
+        home = importlib.import_module(type(job).__module__)
+        if job.command in _FITTED:
+            _, walks = _FITTED[job.command]
+            # No annotator is called: its judgements are read from the ledger.
+            unasked = [SimpleNamespace(statistics=dict)] * (job.command == "align")
+            fitted = home.make_trainer(job, read_flags(folder, step), *unasked)
+        else:
+            from fastrl.models.load import load_tokenizer
+
+            config = read_settings(folder, step)
+            trainer = home.make_trainer(job, config, load_tokenizer(job.check_model()))
+    if job.command in _FITTED:
+        return importlib.import_module(walks).replay(fitted, folder.path, step)
     from fastrl.trainers.ppo.replay import replay
 
-    with working_directory(folder):
-        job = read_job(folder)
-        if isinstance(job, align.AlignJob):
-            from fastrl.alignment.replay import replay as replay_batch
-
-            # No annotator is called: its judgements are read from the ledger.
-            unasked: Any = SimpleNamespace(statistics=dict)
-            aligned = align.make_trainer(job, read_flags(folder, step), unasked)
-        else:
-            config = read_settings(folder, step)
-            trainer = make_trainer(job, config, load_tokenizer(job.check_model()))
-    if isinstance(job, align.AlignJob):
-        return replay_batch(aligned, folder.path, step)
     return replay(trainer, folder, step, progress=True)
 
 
-def read_job(folder: RunFolder) -> PPOJob | AlignJob:
+def read_job(folder: RunFolder) -> PPOJob | AlignJob | DistillJob:
     """The job of a run, read from its ``run.json``.
 
     Raises:
@@ -144,18 +154,30 @@ def read_settings(folder: RunFolder, step: int) -> PPOConfig:
     return config
 
 
-def read_flags(folder: RunFolder, step: int) -> AlignFlags:
-    """The settings of a run of ``fastrl align`` at a step, see :func:`read_settings`."""
-    from fastrl.tools.commands.align import AlignFlags
-
+def read_flags(folder: RunFolder, step: int) -> AlignFlags | DistillFlags:
+    """The settings of a run of ``fastrl align`` or ``distill`` at a step, see
+    :func:`read_settings`."""
+    command = folder.config["command"]
+    home = importlib.import_module(f"fastrl.tools.commands.{command}")
+    kind = getattr(home, _FITTED[command][0])
     facts = read_facts(folder.ledger, step, step)[-1]["settings"]
-    names = {field.name for field in dataclasses.fields(AlignFlags) if field.init}
+    names = {field.name for field in dataclasses.fields(kind) if field.init}
     names = {name for name in names if not name.endswith("_token")}  # transformers hides these
     settings = {name: value for name, value in facts.items() if name in names}
-    settings["per_device_train_batch_size"] *= facts["processes"]
+    if command == "distill":
+        batch = facts["per_device_train_batch_size"] * facts["steps_per_generation"]
+        if facts["generation_batch_size"] != batch:
+            raise ValueError(
+                f"{folder.name} is a run of {facts['generation_batch_size'] // batch} processes, "
+                "whose responses one process cannot draw again; what they were is in the ledger "
+                "(fastrl samples)"
+            )
+        del settings["generation_batch_size"]
+    else:
+        settings["per_device_train_batch_size"] *= facts["processes"]
     changed: dict[str, Any] = {"report_to": "none", "push_to_hub": False}
     changed |= {"resume_from_checkpoint": None, "logging_strategy": "no", "disable_tqdm": True}
-    return AlignFlags(**{**settings, **changed})
+    return kind(**{**settings, **changed})
 
 
 @contextlib.contextmanager

@@ -10,6 +10,18 @@ from typing import Any
 
 from fastrl.run.folder import RunFolder
 
+# The names in figures for metrics of GRPO, RLOO and distillation.
+_NAMES = {
+    "reward": "reward/mean",
+    "reward_std": "reward/std",
+    "frac_reward_zero_std": "groups/no_spread",
+    "kl": "objective/kl_per_token",
+    "entropy": "ppo/policy/entropy",
+    "clip_ratio/region_mean": "ppo/policy/clipfrac",
+    "completions/mean_length": "tokens/responses_len_mean",
+    "completions/clipped_ratio": "tokens/cut_share",
+}
+_LENGTH = "completions/mean_length"  # only trainers that sample log it
 # Larger values count as this: else sums and the scales of axes would not be finite.
 _LARGEST = 1e100
 
@@ -101,7 +113,11 @@ class RunCurves:
             "eval_examples": summary.get("eval_examples"),
         }
         ceiling = config.get("kl_ceiling")
-        return cls(name or folder.name, folder.rows(), stages, ceiling, settings)
+        rows = [
+            {_name(key): value for key, value in row.items()} if _LENGTH in row else row
+            for row in folder.rows()
+        ]
+        return cls(name or folder.name, rows, stages, ceiling, settings)
 
     def read(self, keys: Iterable[str], stage: str | None = None) -> Series:
         """The first of the metrics ``keys`` that the run, or its stage ``stage``, has recorded."""
@@ -110,3 +126,9 @@ class RunCurves:
     def metrics(self) -> list[str]:
         """The names of all metrics of the run, in the order of their first record."""
         return list(dict.fromkeys(key for row in self.rows for key in row))
+
+
+def _name(key: str) -> str:
+    if key.startswith("rewards/"):  # rewards/FUNCTION/mean
+        return key.replace("rewards/", "reward/", 1)
+    return _NAMES.get(key, key)

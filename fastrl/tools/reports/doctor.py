@@ -162,6 +162,7 @@ def _parts(run: RunCurves) -> Iterator[tuple[str | None, RunCurves]]:
 _REWARD = ("reward/mean", "rewards/mean", "ppo/mean_scores")
 _HELD_OUT = ("eval/reward_mean", "eval_reward", "eval_win_rate")
 _HELD_OUT_SEM = ("eval/reward_sem", "eval_reward_sem", "eval_win_rate_sem")
+_DIVERGENCE = ("eval_divergence", "divergence")
 _LEARNING_RATE = ("ppo/learning_rate", "learning_rate")
 
 
@@ -278,6 +279,14 @@ def _entropy_collapse(run: RunCurves) -> Finding | None:
         f"policy entropy {start.mean:.3g} nats per token in {_steps(start)}, {end.mean:.3g} in "
         f"{_steps(end)}"
     )
+    if run.read(_DIVERGENCE):
+        return Finding(
+            figures,
+            "where the teacher is that sure, that is success; else the student has left what the "
+            "teacher may also say: lower beta towards 0 (KL of the teacher from the student), or "
+            "lower learning_rate",
+            NOTE,
+        )
     remedy = (
         "raise init_kl_coef, lower learning_rate, take fewer ppo_epochs; look at the samples for "
         "what the reward pays for"
@@ -400,10 +409,45 @@ def _cut_by_length(run: RunCurves) -> Finding | None:
     end = cut.end(0.5)
     if end.mean <= 0.5:
         return None
+    penalty = "missing_eos_penalty, " if run.read(_REWARD) else ""
+    teacher = ", or by a teacher that ends its answers" if run.read(_DIVERGENCE) else ""
     return Finding(
         f"{end.mean:.0%} of the responses were cut by max_new_tokens in {_steps(end)}",
-        "raise max_new_tokens, or teach the policy to end: missing_eos_penalty, SFT on texts that "
-        "end with EOS. Where all responses are to have one length, this is as meant",
+        f"raise max_new_tokens, or teach the policy to end: {penalty}SFT on texts that end with "
+        f"EOS{teacher}. Where all responses are to have one length, this is as meant",
+    )
+
+
+# Share of the first steps' divergence. A student that a teacher has nothing to tell has none.
+_LEFT_TO_LEARN, _RISEN = 0.9, 1.02
+
+
+@check("divergence does not fall", *_DIVERGENCE, least=2, unless=("nothing is learned",))
+def _flat_divergence(run: RunCurves) -> Finding | None:
+    if run.read(_REWARD):  # a term beside rewards may rise, as they do
+        return None
+    given = run.settings.get("teacher_model_name_or_path")
+    moves = not given and run.settings.get("teacher_model_kind") in ("live", "ema")
+    held_out, training = run.read(["eval_divergence"]), run.read(["divergence"])
+    if len(held_out.steps) > 1:
+        if held_out.values[-1] <= _LEFT_TO_LEARN * held_out.values[0]:
+            return None
+        figures = (
+            f"held-out divergence {held_out.values[0]:.3g} at step {held_out.steps[0]:g}, "
+            f"{held_out.values[-1]:.3g} at step {held_out.steps[-1]:g} (nats per token)"
+        )
+        rises = held_out.values[-1] > _RISEN * held_out.values[0]
+    elif len(training.steps) < _FEW_STEPS or _rises(-training):
+        return None
+    else:
+        figures = f"divergence {_change(training)} (nats per token)"
+        rises = _rises(training)
+    return Finding(
+        figures,
+        "lower learning_rate, or raise num_generations and batches, where it jumps or rises; raise "
+        "learning_rate or take more steps where it is flat (adapters take some ten times as much "
+        "as whole weights). A teacher that moves with the student (live, ema) may keep its distance",
+        ILLNESS if rises and not moves else NOTE,
     )
 
 
@@ -510,6 +554,9 @@ def _where(curve: Series) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {shown}{rest}"
 
 
+_OF_TEACHERS = ("teacher_nonfinite", "eval_teacher_nonfinite")
+
+
 @check("non-finite numbers", "ppo/nonfinite_minibatches", "learning_rate", least=1)
 def _nonfinite(run: RunCurves) -> Finding | None:
     names = [key for key in run.metrics() if "nonfinite" in key or "nan_samples" in key]
@@ -526,6 +573,12 @@ def _nonfinite(run: RunCurves) -> Finding | None:
         messages.append(f"no finite loss in {_where(gaps)}")
     if not messages:
         return None
+    if all(message.startswith(_OF_TEACHERS) for message in messages):
+        return Finding(
+            f"share of the responses that a teacher has no numbers for: {'; '.join(messages)}",
+            "nothing was learned of these: load the teacher in bfloat16 or float32 rather than "
+            "float16 (teacher_model_init_kwargs)",
+        )
     return Finding(
         "; ".join(messages),
         "look at the samples of these steps; lower learning_rate or set max_grad_norm, train in "

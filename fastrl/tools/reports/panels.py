@@ -134,6 +134,7 @@ PANELS: tuple[Panel | TimePanel, ...] = (
     _pair("SFT: loss", "nats per token", ("loss",), "eval_loss", stage="sft"),
     _pair("Reward model: accuracy", "share of pairs", (), "eval_accuracy", _CHANCE, "reward"),
     _REWARD,
+    _pair("Divergence from the teacher", "nats per token", ("divergence",), "eval_divergence"),
     _pair("Loss", "nats", ("loss",), "eval_loss"),
     _pair("Accuracy", "share of pairs", (), "eval_accuracy", _CHANCE),
     _pair(

@@ -238,24 +238,24 @@ def samples_table(rows: Sequence[Mapping[str, Any]], count: int = 8) -> Table:
     from rich.text import Text
 
     table = Table(title="Held-out prompts, before and after", box=box.SIMPLE_HEAD, show_lines=True)
+    names = ("reward_before", "reward_after")
+    rewarded = any(row[name] is not None for row in rows for name in names)
     table.add_column("prompt", style="bold", ratio=2)
-    table.add_column("before", ratio=4)
-    table.add_column("reward", justify="right", no_wrap=True)
-    table.add_column("after", ratio=4)
-    table.add_column("reward", justify="right", no_wrap=True)
+    for name in ("before", "after"):
+        table.add_column(name, ratio=4)
+        if rewarded:
+            table.add_column("reward", justify="right", no_wrap=True)
     count = min(count, len(rows))
     for row in (rows[i * len(rows) // count] for i in range(count)):
-        old, new = (
-            math.nan if row[name] is None else row[name]
-            for name in ("reward_before", "reward_after")
-        )
-        table.add_row(
-            plain(row["prompt"]),
-            plain(row["before"].strip()),
-            f"{old:.2f}",
-            plain(row["after"].strip()),
-            Text(f"{new:.2f}", style="green" if new > old else "red" if new < old else ""),
-        )
+        texts = [plain(row[name].strip()) for name in ("before", "after")]
+        if not rewarded:
+            table.add_row(plain(row["prompt"]), *texts)
+            continue
+        old, new = (math.nan if row[name] is None else row[name] for name in names)
+        style = "green" if new > old else "red" if new < old else ""
+        of_each = f"{old:.2f}", Text(f"{new:.2f}", style=style)
+        cells = (cell for pair in zip(texts, of_each, strict=True) for cell in pair)
+        table.add_row(plain(row["prompt"]), *cells)
     return table
 
 

@@ -9,19 +9,6 @@ from typing import Any
 from fastrl.run.checkpoints import OF_TRANSFORMERS, Checkpoints
 from fastrl.run.folder import RunFolder
 
-# The commands' names for metrics of GRPO and RLOO that commands log, too.
-_NAMES = {
-    "reward": "reward/mean",
-    "reward_std": "reward/std",
-    "frac_reward_zero_std": "groups/no_spread",
-    "kl": "objective/kl_per_token",
-    "entropy": "ppo/policy/entropy",
-    "clip_ratio/region_mean": "ppo/policy/clipfrac",
-    "completions/mean_length": "tokens/responses_len_mean",
-    "completions/clipped_ratio": "tokens/cut_share",
-}
-_LENGTH = "completions/mean_length"  # only trainers that sample log it
-
 
 class TrainerFolder(RunFolder):
     """The ``output_dir`` of a trainer of fastrl's or TRL's in a user's program, to be read.
@@ -56,11 +43,8 @@ class TrainerFolder(RunFolder):
             ) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """The logs; training logs of trainers that sample have the commands' names of metrics."""
-        return [
-            {_name(key): value for key, value in row.items()} if _LENGTH in row else row
-            for row in self._logs
-        ]
+        """The logs."""
+        return self._logs
 
     def summary(self) -> dict[str, Any]:
         """The number of steps, and the latest metrics of evaluations and of the whole training."""
@@ -91,9 +75,3 @@ def _states(path: Path) -> list[str]:
     folders = [path, *Checkpoints(path).paths()]
     files = [folder / OF_TRANSFORMERS.file for folder in folders]
     return [str(x.relative_to(path)) for x in files if x.is_file()]
-
-
-def _name(key: str) -> str:
-    if key.startswith("rewards/"):  # rewards/FUNCTION/mean
-        return key.replace("rewards/", "reward/", 1)
-    return _NAMES.get(key, key)
