@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "Qwen/Qwen3-0.6B": _QWEN3_06B,
     "Qwen/Qwen3-4B": _sized(_QWEN3, 2560, 9728, 36, 32),
+    "Qwen/Qwen3-14B": _sized(_QWEN3, 5120, 17408, 40, 40, tie_word_embeddings=False),
     "meta-llama/Llama-3.1-8B": _sized(
         {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072},
         *(4096, 14336, 32, 32),

@@ -60,8 +60,12 @@ def planned(recipe: Recipe) -> dict[str, int]:
 
     settings = yaml_settings(recipe.path)
     with tempfile.TemporaryDirectory() as folder:
-        model = write_config(settings["model"], Path(folder))
-        plan = planned_run(["--recipe", recipe.name, "--model", model]).plan()
+        words = ["--recipe", recipe.name]
+        for name in ("model", "teacher"):
+            if name in settings:
+                (Path(folder) / name).mkdir()
+                words += [f"--{name}", write_config(settings[name], Path(folder) / name)]
+        plan = planned_run(words).plan()
     found = {"peak": plan.peak, "judge": 0}
     tokens = sum(recipe.plan.values())
     if settings.get("reward") in MODELS:
@@ -133,8 +137,14 @@ def ran() -> dict[str, Any]:
 
 
 def curve(output: Path) -> dict[str, Any]:
-    """Of a run's folder: seconds, and at each evaluation the responses, the reward, its error."""
-    rows = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    """Of a run's folder: seconds, and at each evaluation the responses, and the reward with its
+    error, or the divergence from the teacher."""
+    rows = list(map(json.loads, (output / "metrics.jsonl").read_text().splitlines()))
+    seconds = {"seconds": json.loads((output / "summary.json").read_text())["seconds"]}
+    apart = {row["step"]: row["eval_divergence"] for row in rows if "eval_divergence" in row}
+    if apart:
+        steps = [step * RESPONSES for step in apart]
+        return {**seconds, "responses": steps, "divergence": list(apart.values())}
     points = [
         (row["step"] * RESPONSES, row[f"eval{sign}"], row[sem])
         for row in rows
@@ -144,7 +154,7 @@ def curve(output: Path) -> dict[str, Any]:
     by_step = {point[0]: point for point in points}  # the last evaluation may be there twice
     names = ("responses", "reward", "sem")
     values = dict(zip(names, map(list, zip(*by_step.values(), strict=True)), strict=True))
-    return {"seconds": json.loads((output / "summary.json").read_text())["seconds"], **values}
+    return {**seconds, **values}
 
 
 def rendered(page: str) -> str:
@@ -156,7 +166,7 @@ def rendered(page: str) -> str:
     parts = [
         on_gpus(),
         f"Those for a CPU, on {machine}, {runs['date']}, commit {runs['commit']}; held-out reward "
-        "with its standard error:",
+        "with its standard error, of distillation the divergence from the teacher in nats per token:",
         on_cpus(runs["runs"]),
         f"![Held-out reward by responses]({PICTURE.name})",
     ]
@@ -174,7 +184,7 @@ def on_gpus() -> str:
         if recipe.gpu_gib is None:
             continue
         said, planned = yaml_settings(recipe.path), recipe.planned
-        judged = said.get("reward") or said.get("judge") or ""
+        judged = said.get("reward") or said.get("judge") or said.get("teacher") or ""
         rows.append(
             [
                 *(f"`{name}`", method_of(recipe), said["model"], said["dataset"], judged),
@@ -182,7 +192,7 @@ def on_gpus() -> str:
                 recipe.device,
             ]
         )
-    head = ("recipe", "method", "model", "data", "reward or judge", "planned", "of it the judge")
+    head = ("recipe", "method", "model", "data", "reward, judge or teacher", "planned", "of it the judge")
     return table([*head, "GPU"], rows, left=5)
 
 
@@ -191,7 +201,12 @@ def on_cpus(runs: dict[str, Any]) -> str:
     rows = [
         [
             f"`{name}`",
-            *(f"{found['reward'][i]:.2f} ± {found['sem'][i]:.2f}" for i in (0, -1)),
+            *(
+                f"{found['divergence'][i]:.3f}"
+                if "divergence" in found
+                else f"{found['reward'][i]:.2f} ± {found['sem'][i]:.2f}"
+                for i in (0, -1)
+            ),
             str(found["responses"][-1]),
             f"{found['seconds']:.0f} s",
             recipes()[name].what,
@@ -211,6 +226,8 @@ def draw(runs: dict[str, Any]) -> None:
         figure = Figure(figsize=(6, 3.2), layout="constrained")
         axes = figure.subplots()
         for name, found in runs.items():
+            if "reward" not in found:
+                continue
             axes.errorbar(found["responses"], found["reward"], found["sem"], label=name, capsize=2)
         axes.set_xlabel("responses")
         axes.set_ylabel("held-out reward")

@@ -47,6 +47,7 @@ _NOT_REHEARSED: dict[str, Any] = {
     **dict.fromkeys(("resume_from_checkpoint", "dataset_num_proc", "evaluation_strategy")),
     "teacher_model_init_kwargs": None,  # teachers are built, not loaded
     **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # of the run's tokenizer
+    **dict.fromkeys(f"teacher_model_{x}" for x in ("name_or_path", "revision", "init_kwargs")),
 }
 # Settings of a rehearsal of PPO: nothing acts outside of this process, a critic is built, not read,
 # and learns from the first step on with the policy, and nothing is taken over from rollouts.

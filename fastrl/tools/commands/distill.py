@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.config import parse_json
+from fastrl.data.tables import columns_of
 from fastrl.learn.ref_model.teacher_arguments import KINDS
 from fastrl.settings import setting, setting_like
 from fastrl.tools.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.trainers.groups.distillation_config import DistillationConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 @dataclass(kw_only=True)
@@ -18,16 +22,35 @@ class DistillJob(FitJob):
 
     command: ClassVar[str] = "distill"
     essentials: ClassVar[dict[str, str]] = essential_flags(
-        "teacher_model_name_or_path teacher_model_kind beta",
+        "teacher_model_name_or_path teacher_model_kind hint_column beta",
         "max_completion_length num_generations temperature",
     )
 
     output: str = setting_like(FitJob, "output", "runs/distill")
+    hint_column: str | None = setting(
+        "The data's column with what the teacher knows beside the prompt, such as solution; by "
+        "default privileged_context, where there is one.",
+        None,
+    )
     samples: int = setting(
         "How many responses to held-out prompts to show before and after training.",
         8,
         within="[0, inf)",
     )
+
+    def hinted(self, data: Dataset) -> Dataset:
+        """The data with the column of hints by the trainer's name for it; raises ValueError for
+        data without the column, or with both."""
+        from fastrl.trainers.groups.teachers import CONTEXT
+
+        for name, there in ((self.hint_column, True), (CONTEXT, False)):
+            if (name in data.column_names) != there:
+                has = ", ".join(columns_of(data))
+                raise ValueError(
+                    f"hint_column={self.hint_column!r}: the data have the columns {has}: name one "
+                    f"of them, and leave it out where {CONTEXT} is there"
+                )
+        return data.rename_column(self.hint_column, CONTEXT)
 
 
 @dataclass
@@ -88,6 +111,8 @@ def make_trainer(job: DistillJob, flags: DistillFlags) -> Any:
     if flags.teacher_model_name_or_path is not None:
         flags.teacher_model_init_kwargs = {"dtype": job.dtype, **given}
     train, held_out, tokenizer = job.begin(flags)
+    if job.hint_column is not None:
+        train, held_out = (data and job.hinted(data) for data in (train, held_out))
     return DistillationTrainer(
         load_language_model(job.model, **job.loading(flags), trainable=True),
         teachers,
