@@ -166,7 +166,8 @@ def rendered(page: str) -> str:
     parts = [
         on_gpus(),
         f"Those for a CPU, on {machine}, {runs['date']}, commit {runs['commit']}; held-out reward "
-        "with its standard error, of distillation the divergence from the teacher in nats per token:",
+        "with its standard error, of distillation the divergence from the teacher, in nats per "
+        "token:",
         on_cpus(runs["runs"]),
         f"![Held-out reward by responses]({PICTURE.name})",
     ]
@@ -192,7 +193,15 @@ def on_gpus() -> str:
                 recipe.device,
             ]
         )
-    head = ("recipe", "method", "model", "data", "reward, judge or teacher", "planned", "of it the judge")
+    head = (
+        "recipe",
+        "method",
+        "model",
+        "data",
+        "reward, judge or teacher",
+        "planned",
+        "of it the judge",
+    )
     return table([*head, "GPU"], rows, left=5)
 
 

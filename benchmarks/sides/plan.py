@@ -219,7 +219,7 @@ TEACHERS: dict[str, dict[str, Any]] = {
     "live": {"teacher_model_kind": "live"},
     "average": {"teacher_model_kind": "ema"},
 }
-HINT = 96  # tokens that a teacher's prompt has more, where it has a hint
+HINT = 640  # tokens that a teacher's prompt has more, where it has a hint
 
 
 def _distillation(shape: dict[str, Any], folder: str) -> Any:
@@ -238,7 +238,9 @@ def _distillation(shape: dict[str, Any], folder: str) -> Any:
     lora = adapter_of({"mode": "lora"}) if mode in ("an adapter", "the base") else None
     teacher: Any = None
     if mode in ("another model", "on the host"):
-        teacher = AutoModelForCausalLM.from_config(config_of({**shape, "width": 2 * shape["width"]}))
+        teacher = AutoModelForCausalLM.from_config(
+            config_of({**shape, "width": 2 * shape["width"]})
+        )
         teacher.config.name_or_path = ""
     elif mode == "an adapter":
         teacher = f"{folder}/adapter"
@@ -248,7 +250,7 @@ def _distillation(shape: dict[str, Any], folder: str) -> Any:
     rows: dict[str, list] = {
         "prompt": [words(_ids(shape["prompt"], i)) for i in range(2 * size)],
     }
-    if teacher is None or mode == "an adapter":
+    if mode != "on the host":
         rows["teacher_prompt"] = [words(_ids(shape["prompt"] + HINT, i)) for i in range(2 * size)]
     args = DistillationConfig(
         output_dir=folder,

@@ -12,7 +12,7 @@ from pathlib import Path
 from fastrl.tools.commands.aliases import Alias, aliases_of
 
 PAGE = Path(__file__).parents[1] / "commands.md"
-COMMANDS = ("sft", "reward", "align", "ppo", "grpo", "plan")
+COMMANDS = ("sft", "reward", "align", "distill", "ppo", "grpo", "plan")
 _BLOCK = re.compile(r"^(<!-- aliases -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)", re.MULTILINE)
 
 

@@ -70,7 +70,9 @@ class Kind:
 
 
 OF_PPO = Kind("state.json", "PPOTrainer", "fastrl ppo or grpo")
-OF_TRANSFORMERS = Kind("trainer_state.json", "transformers' Trainer", "fastrl sft, reward or align")
+OF_TRANSFORMERS = Kind(
+    "trainer_state.json", "transformers' Trainer", "fastrl sft, reward, align or distill"
+)
 
 
 class Checkpoints:

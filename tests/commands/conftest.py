@@ -48,8 +48,11 @@ def world(tmp_path_factory):
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     shape = {**SHAPE, **ids, "bos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(folder / "lm")
+    wide = GPT2Config(**{**shape, "n_embd": 2 * shape["n_embd"]})
+    with torch.random.fork_rng():
+        GPT2LMHeadModel(wide).save_pretrained(folder / "wide")
     GPT2ForSequenceClassification(GPT2Config(**shape, num_labels=2)).save_pretrained(folder / "clf")
-    for name in ("lm", "clf"):
+    for name in ("lm", "wide", "clf"):
         tokenizer.save_pretrained(folder / name)
     (folder / "rewards.py").write_text(REWARD)
     rows = [json.dumps({"text": r.text, "label": r.label}) for r in corpus]

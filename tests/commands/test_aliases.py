@@ -11,6 +11,7 @@ from fastrl import cli
 from fastrl.eras import eras_of
 from fastrl.tools.commands.aliases import aliases_of
 from fastrl.tools.commands.align import AlignFlags, AlignJob
+from fastrl.tools.commands.distill import DistillFlags, DistillJob
 from fastrl.tools.commands.plan import parse_plan
 from fastrl.tools.commands.ppo import GRPOFlags, GRPOJob, PPOFlags, PPOJob
 from fastrl.tools.commands.reward import RewardFlags, RewardJob
@@ -19,7 +20,7 @@ from fastrl.tools.commands.sft import SFTFlags, SFTJob
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 KINDS: dict[str, list[Any]] = {
     "sft": [SFTJob, SFTFlags], "reward": [RewardJob, RewardFlags], "align": [AlignJob, AlignFlags],
-    "ppo": [PPOJob, PPOFlags], "grpo": [GRPOJob, GRPOFlags],
+    "distill": [DistillJob, DistillFlags], "ppo": [PPOJob, PPOFlags], "grpo": [GRPOJob, GRPOFlags],
 }  # fmt: skip
 
 

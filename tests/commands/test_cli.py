@@ -156,7 +156,7 @@ def test_empty_yaml_is_no_settings(tmp_path):
     assert parse_ppo(str(path), *REQUIRED)[0].model == "m"
 
 
-COMMANDS = ("sft", "reward", "align", "ppo", "grpo")
+COMMANDS = ("sft", "reward", "align", "distill", "ppo", "grpo")
 
 
 def shown(capsys, *arguments: str) -> str:

@@ -22,10 +22,10 @@ NAMES = sorted(recipes())
 ON_GPUS = [name for name in NAMES if recipes()[name].gpu_gib is not None]
 # What is smaller here than in a recipe, beside its model and its data.
 SMALL: dict[str, Any] = {
-    "max_length": 96, "max_prompt_length": 48, "max_new_tokens": 4, "batch_size": 4,
-    "mini_batch_size": 4, "group_size": 2, "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1, "steps": 2, "num_train_epochs": 1, "eval_every": 0,
-    "eos_token": "<|end|>",
+    "max_length": 96, "max_prompt_length": 48, "max_new_tokens": 4, "max_completion_length": 4,
+    "batch_size": 4, "mini_batch_size": 4, "group_size": 2, "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1, "steps": 2,
+    "num_train_epochs": 1, "eval_every": 0, "eos_token": "<|end|>",
 }  # fmt: skip
 OFFLINE = {"max_steps": 2, "eval_examples": 0, "use_cpu": "true", "save_steps": 0}
 ONLINE = {"steps": 2, "eval_prompts": 0, "save_every": 0, "samples": 0}
@@ -110,7 +110,8 @@ def test_every_plan_fits_its_device() -> None:
         assert 0 < whole <= usable(recipe.gpu_gib or 0), name
         job, _ = parse_plan(["--recipe", name])
         assert job.gpu_gib == recipe.gpu_gib
-        assert job.prompt_tokens + job.response_tokens == sum(recipe.plan.values())
+        lengths = job.prompt_tokens, job.response_tokens, job.teacher_prompt_tokens or 0
+        assert sum(lengths) == sum(recipe.plan.values())
 
 
 @pytest.mark.parametrize("name", ON_GPUS)
@@ -170,7 +171,7 @@ def test_a_recipe_runs(name: str, tiny: Path, tmp_path: Path, capsys: Any) -> No
     changed: dict[str, Any] = {"dataset": data, "output": tmp_path / "run"}
     changed |= {key: value for key, value in SMALL.items() if key in said}
     changed |= {key: data for key in ("eval_dataset",) if key in said}
-    changed |= {key: tiny / "model" for key in ("model", "judge") if key in said}
+    changed |= {key: tiny / "model" for key in ("model", "judge", "teacher") if key in said}
     changed |= {key: tiny / "reward" for key in ("annotator", "reward") if key in said}
     if said.get("reward") == "math":
         changed["reward"] = "math"

@@ -275,7 +275,7 @@ def test_a_checkpoint_of_another_kind_of_trainer_is_refused(
     assert cli.main([*ppo, "--output", str(tmp_path / "ppo")]) == 0
     sft = {"max-steps": 1, "eval-examples": 0}
     assert cli.main(words("sft", data, tmp_path / "sft", **sft)) == 0
-    for theirs, commands in (("ppo", "ppo or grpo"), ("sft", "sft, reward or align")):
+    for theirs, commands in (("ppo", "ppo or grpo"), ("sft", "sft, reward, align or distill")):
         path = tmp_path / theirs
         (manifest,) = path.glob("checkpoints/*/manifest.json")
         content = json.loads(manifest.read_text())

@@ -23,10 +23,12 @@ COMMANDS = {
     "align": ("align", ALIGNING),
     "align online": ("align",
      {"task": "online-pairwise", "annotator": "rewards.py:length", "max-new-tokens": 6} | ALIGNING),
+    "distill": ("distill",
+     {"dataset": "prompted.jsonl", "teacher": "wide", "max-completion-length": 6} | FITTING),
     "ppo": ("ppo", LEARNING),
     "grpo": ("grpo", {"group-size": 4, **LEARNING}),
 }  # fmt: skip
-SAMPLED = ("align online", "ppo", "grpo")
+SAMPLED = ("align online", "distill", "ppo", "grpo")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def world(world):
 def run(name, world, output, **flags):
     command, settings = COMMANDS[name]
     settings = {"model": "lm", "output": output, **settings, **flags}
-    for key in ("model", "dataset", "reward", "annotator"):
+    for key in ("model", "teacher", "dataset", "reward", "annotator"):
         if key in settings:
             settings[key] = world / settings[key]
     words = (word for k, v in settings.items() for word in (f"--{k.replace('_', '-')}", str(v)))

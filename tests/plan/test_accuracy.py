@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.sides.plan import config_of, planned
+from benchmarks.sides.plan import TEACHERS, config_of, planned
 from benchmarks.test_plan import PlanJob, ask
 from fastrl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from fastrl.rollout import rehearsed_engine
@@ -39,6 +39,20 @@ def test_plans_are_close_to_the_profilers_sums():
     ]
     measured = [found["bytes"] for found in ask("measured", *jobs)]
     assert [planned(vars(job)) for job in jobs] == pytest.approx(measured, rel=CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plans_of_every_kind_of_teacher_are_close():
+    """Of trainers that know their data: prompts with a hint are as long as they are."""
+    recomputed: dict = {"checkpointing": True}  # then the teacher's forward has the peak
+    passes = {**recomputed, "micro_batch_tokens": 1000}
+    each = [(mode, {}) for mode in TEACHERS]
+    jobs = [
+        PlanJob(family="Llama", method="distill", mode=mode, **{**_SMALL, **changed})
+        for mode, changed in [*each, ("another model", recomputed), ("live", passes)]
+    ]
+    measured = [found["bytes"] for found in ask("measured", *jobs)]
+    assert [found["bytes"] for found in ask("planned", *jobs)] == pytest.approx(measured, rel=CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -239,7 +239,10 @@ def test_a_run_without_rewards_is_advised_by_its_teacher():
     assert (collapsed.severity, "init_kl_coef" in collapsed.advice) == (NOTE, False)
     assert "load the teacher in bfloat16" in by_name["non-finite numbers"].advice
     assert "teacher_nonfinite 0.5 (step 7)" in by_name["non-finite numbers"].figures
-    assert "missing_eos_penalty" in examine(record(changes={"tokens/cut_share": 0.9})).findings[0].advice
+    assert (
+        "missing_eos_penalty"
+        in examine(record(changes={"tokens/cut_share": 0.9})).findings[0].advice
+    )
 
 
 def test_a_divergence_that_stays_and_one_from_a_teacher_that_moves_are_notes():

@@ -58,8 +58,8 @@ class PlanJob:
         choices=recipes,
     )
     method: str = setting(
-        "ppo, grpo, sft, reward, distill, or a loss of preference learning, such as dpo. Further flags are "
-        "those of the method's command.",
+        "ppo, grpo, sft, reward, distill, or a loss of preference learning, such as dpo. Further "
+        "flags are those of the method's command.",
         "ppo",
     )
     task: str | None = setting(

@@ -81,7 +81,9 @@ def run_replay(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = own_parser("replay", __doc__)
-    parser.add_argument("run", metavar="RUN", help="The --output of fastrl ppo, grpo, align or distill.")
+    parser.add_argument(
+        "run", metavar="RUN", help="The --output of fastrl ppo, grpo, align or distill."
+    )
     parser.add_argument("--step", type=int, required=True, metavar="N", help="Counted from 1.")
     parser.add_argument(
         "--sample", type=int, metavar="I", help="A sample of the step, from 0; by default all."

@@ -446,7 +446,7 @@ def _flat_divergence(run: RunCurves) -> Finding | None:
         figures,
         "lower learning_rate, or raise num_generations and batches, where it jumps or rises; raise "
         "learning_rate or take more steps where it is flat (adapters take some ten times as much "
-        "as whole weights). A teacher that moves with the student (live, ema) may keep its distance",
+        "as whole weights). A teacher that moves with the student (live, ema) may keep away",
         ILLNESS if rises and not moves else NOTE,
     )
 

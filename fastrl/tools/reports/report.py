@@ -253,9 +253,8 @@ def samples_table(rows: Sequence[Mapping[str, Any]], count: int = 8) -> Table:
             continue
         old, new = (math.nan if row[name] is None else row[name] for name in names)
         style = "green" if new > old else "red" if new < old else ""
-        of_each = f"{old:.2f}", Text(f"{new:.2f}", style=style)
-        cells = (cell for pair in zip(texts, of_each, strict=True) for cell in pair)
-        table.add_row(plain(row["prompt"]), *cells)
+        rewards = f"{old:.2f}", Text(f"{new:.2f}", style=style)
+        table.add_row(plain(row["prompt"]), texts[0], rewards[0], texts[1], rewards[1])
     return table
 
 
