@@ -140,7 +140,8 @@ class TeacherModels:
             else:
                 self.references[label] = self._given(model, label, number)
         self.vocabulary = None if len(self.sizes) == 1 else len(tokenizer)
-        if min(self.sizes) < len(tokenizer):
+        # Heads of one size are compared row by row, whatever a tokenizer has beyond them.
+        if self.vocabulary is not None and min(self.sizes) < self.vocabulary:
             raise ValueError(
                 f"a head has {min(self.sizes)} rows, and the tokenizer {len(tokenizer)} tokens: "
                 "teacher and policy must have a row for each token"
