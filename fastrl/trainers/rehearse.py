@@ -316,7 +316,7 @@ def _online(
         others |= {} if model is None else {"teacher_model": model}
         if args.teacher_column:
             rows[args.teacher_column] = [list(teachers)[i % len(teachers)] for i in range(count)]
-        if teacher_prompt_tokens or {None, ADAPTER} & {*teachers.values()}:
+        if teacher_prompt_tokens or any(x is None or x == ADAPTER for x in teachers.values()):
             read = teacher_prompt_tokens or prompt
             # Prompts differ, because equal prompts would be run once.
             rows["teacher_prompt"] = [words(read, i % 2, i // 2) for i in range(count)]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.config import parse_json
 from fastrl.data.tables import columns_of
-from fastrl.learn.ref_model.teacher_arguments import KINDS
 from fastrl.settings import setting, setting_like
 from fastrl.tools.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.trainers.groups.distillation_config import DistillationConfig
@@ -41,7 +40,7 @@ class DistillJob(FitJob):
     def hinted(self, data: Dataset) -> Dataset:
         """The data with the column of hints by the trainer's name for it; raises ValueError for
         data without the column, or with both."""
-        from fastrl.trainers.groups.teachers import CONTEXT
+        from fastrl.trainers.teachers import CONTEXT
 
         for name, there in ((self.hint_column, True), (CONTEXT, False)):
             if (name in data.column_names) != there:
@@ -70,7 +69,7 @@ class DistillFlags(CommandFlags, DistillationConfig):
         "Without a teacher: base (the student as training begins), live (as it is) or ema "
         "(averaged).",
         "base",
-        choices=KINDS,
+        choices=("base", "live", "ema"),
     )
     num_train_epochs: float = setting_like(CommandFlags, "num_train_epochs", 1.0)
     learning_rate: float = setting_like(CommandFlags, "learning_rate", 1e-5)
