@@ -133,8 +133,11 @@ class Pass:
             for name in ("logprobs", "entropies")
         )
         teacher = None
-        if all(each.divergences is not None for each in passes):
-            values = torch.cat([each.divergences for each in passes])[order]  # type: ignore[misc]
+        # A pass without a token has no term of a teacher.
+        found = [each.divergences for each in passes if len(each.logprobs)]
+        of_tokens = [x for x in found if x is not None]
+        if of_tokens and len(of_tokens) == len(found):
+            values = torch.cat(of_tokens)[order]
             teacher = TeacherScores(values.new_zeros(()), values)
         losses = [each.loss.detach() for each in passes if each.loss is not None]
         chosen, whole = [each.part.chosen for each in passes], passes[0].whole

@@ -112,7 +112,7 @@ class FusedHead:
                         kept = kept.clone()
                     teacher = fastrl_kernels.TeacherHead(hidden.detach(), kept, **options)
                     scores = scores._replace(head=teacher)
-                if request.teachers:
+                if request.teachers or request.only_teachers:
                     scores = _with_teachers(scores, hidden, weight, request, options)
                 seen.append((scores, _unscaled(hidden, self.scale)))
                 return args[0][:, :0]
@@ -160,7 +160,9 @@ def _with_teachers(
             if values is not None:
                 row[rows] = values
     divergences, logprobs, entropies = found
-    scores = scores._replace(teacher=TeacherScores(torch.stack(losses).sum(), divergences))
+    # Without a token there is no term, and the weights get a gradient of 0.
+    total = torch.stack(losses).sum() if losses else hidden[:0].sum()
+    scores = scores._replace(teacher=TeacherScores(total, divergences))
     if not request.only_teachers:
         return scores
     entropies = entropies if request.entropy else None

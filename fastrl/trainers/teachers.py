@@ -131,6 +131,11 @@ class TeacherModels:
             )
         if not named:
             raise ValueError("teacher_model is an empty dict: name the teachers")
+        if isinstance(given, Mapping) and None in given.values():
+            raise ValueError(
+                "a dict of teachers has None, which would be the policy's own weights: these are a "
+                "teacher alone, without teacher_model; pass a copy of the model in the dict"
+            )
         self.sizes = {policy.pretrained_model.get_output_embeddings().weight.shape[0]}
         self.references: dict[str, RefModel] = {}
         for number, (name, model) in enumerate(named.items()):
@@ -324,22 +329,38 @@ class TeacherModels:
         numbers = None
         if names is not None:
             numbers = [self.number(name, f"teachers[{i}]") for i, name in enumerate(names)]
-        models = self.read_by()
-        for i, (query, response) in enumerate(zip(read, responses, strict=True)):
-            layout = layout_of(models[numbers[i] if numbers else 0])
-            limit = layout.exceeded(len(query), len(response))
+        name = "teacher_queries[{0}] and responses[{0}]".format
+        self.check_lengths(read, responses, numbers, name)
+        return {"teacher_prompt_ids": of_teachers, "teachers": numbers}
+
+    def check_lengths(
+        self,
+        prompts: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        numbers: Sequence[int] | None,
+        name_of: Callable[[int], str],
+    ) -> None:
+        """Raises ValueError for a response that has more tokens, with what its teacher reads, than
+        the teacher's context or a forward pass may have.
+
+        Args:
+            numbers: of the samples' teachers; None: all have the first.
+            name_of: names a sample, for messages.
+        """
+        references = list(self.references.values())
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            reference = references[numbers[i] if numbers else 0]
+            if isinstance(reference, AskedTeacher):
+                continue
+            layout = layout_of((reference.model or self._policy).pretrained_model)
+            limit = layout.exceeded(len(prompt), len(response))
             if limit is not None:
                 raise ValueError(
-                    f"teacher_queries[{i}] and responses[{i}] have {len(query)} + {len(response)} "
-                    f"tokens, beyond the teacher's {limit}: shorten the teacher's prompt"
+                    f"{name_of(i)} have {len(prompt)} + {len(response)} tokens, beyond the "
+                    f"teacher's {limit}: shorten the teacher's prompt"
                 )
-        check_tokens(
-            self.args.micro_batch_tokens,
-            list(map(len, read)),
-            list(map(len, responses)),
-            "teacher_queries[{0}] and responses[{0}]".format,
-        )
-        return {"teacher_prompt_ids": of_teachers, "teachers": numbers}
+        most = self.args.micro_batch_tokens
+        check_tokens(most, list(map(len, prompts)), list(map(len, responses)), name_of)
 
     def made(
         self,

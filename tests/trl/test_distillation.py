@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -601,6 +601,7 @@ def long_hint(_: Path) -> dict[str, Any]:
     (of_another, {"beta": -0.1}, "beta"),
     (lambda _: {"a": another()}, {}, "and teacher_column, the column, go together"),
     (of_another, {"teacher_column": "of"}, "and teacher_column, the column, go together"),
+    (lambda _: {"a": another(), "b": None}, {"teacher_column": "of"}, "None, which would be the"),
     (lambda _: {"a": another()},
      lambda _: {"teacher_column": "of", "train_dataset": prompts(of=["a"] * 7 + ["c"])},
      "row 7 of train_dataset: column 'of' names the teacher 'c', and teacher_model has a"),
@@ -624,6 +625,64 @@ def test_what_cannot_be_is_refused(teacher: Any, settings: Any, said: str, tmp_p
     with pytest.raises((ValueError, TypeError), match=said):
         make(tmp_path / "run", settled(teacher), **settled(settings))
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+
+
+def stream(_: Path) -> dict[str, Any]:
+    rows = IterableDataset.from_generator(lambda: ({"prompt": f"w{3 + i}"} for i in range(8)))
+    return {"train_dataset": rows}
+
+
+@pytest.mark.parametrize(("teacher", "settings", "said"), [
+    (None, stream, "the policy itself .*behind the same prompts"),
+    (lambda _: another(max_position_embeddings=8), {},
+     "in place of prompt 0 and response 0 have 3 . 6 tokens, beyond the teacher's model's con.* 8"),
+])  # fmt: skip
+def test_what_only_a_batch_shows_is_refused_before_it_is_learned(
+    teacher: Any, settings: Any, said: str, tmp_path: Path
+) -> None:
+    settings = settings(tmp_path) if callable(settings) else settings
+    trainer = make(tmp_path, teacher and teacher(tmp_path), max_steps=1, **settings)
+    with pytest.raises(ValueError, match=said):
+        trainer.train()
+
+
+def learned(trainer: Any, none_of: Callable[[int], bool]) -> list[dict[str, float]]:
+    """The logs of a run in which no token of some responses of each batch is learned."""
+    respond = trainer.responses_to
+
+    def masked(rows: Any, mode: str) -> Samples:
+        samples = respond(rows, mode)
+        for i, mask in enumerate(samples.learned):
+            mask &= not none_of(i)
+        return samples
+
+    trainer.responses_to = masked
+    trainer.train()
+    return [x for x in trainer.state.log_history if "loss" in x]
+
+
+def test_a_batch_without_a_token_to_learn_changes_nothing(tmp_path: Path) -> None:
+    trainer = make(tmp_path, another())
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    (logged,) = learned(trainer, lambda i: True)
+    assert logged["loss"] == 0
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["grpo", "distillation"])
+def test_passes_without_a_token_to_learn_are_no_part_of_the_divergence(
+    kind: str, tmp_path: Path
+) -> None:
+    found = []
+    for most in (None, 10):
+        settings = {"micro_batch_tokens": most, "padding_free": False}
+        if kind == "grpo":
+            trainer = online(tmp_path / str(most), kind, another(), teacher_kl_coef=0.5, **settings)
+        else:
+            trainer = make(tmp_path / str(most), another(), **settings)
+        (logged,) = learned(trainer, lambda i: i % 2 == 1)
+        found.append((logged["loss"], logged["divergence"]))
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
 
 
 def test_a_reward_of_tokens_does_not_go_with_ratios_of_responses(tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def test_a_seed_draws_for_each_batch_who_writes_it(tmp_path: Path) -> None:
     assert logged == [sum(step) / 2 for step in drawn]
 
 
+def test_a_batch_is_written_by_one(tmp_path: Path) -> None:
+    """Where several optimizer steps learn of a generation, too."""
+    trainer = make(
+        tmp_path, lmbda=0.5, max_steps=4, gradient_accumulation_steps=1, steps_per_generation=4,
+        per_device_train_batch_size=2, seed=5,
+    )  # fmt: skip
+    trainer.train()
+    found = [of_data(batch) for batch in trainer._generations.buffer]
+    assert all(len({*x}) == 1 for x in found)
+    assert len({x[0] for x in found}) == 2
+
+
 @pytest.mark.parametrize("settings", [
     {"lmbda": 0.5},
     {"lmbda": 0.5, "seq_kd": True},

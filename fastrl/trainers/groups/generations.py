@@ -35,16 +35,19 @@ class Generations:
         """Whether responses are sampled before the next batch is learned from."""
         return self.buffer is None or self.step % self.uses == 0
 
-    def take(self, whole: Samples, together: bool = False) -> None:
+    def take(self, whole: Samples, together: bool = False, shuffles: bool = True) -> None:
         """Splits the responses of a generation, in a random order, into the batches to learn.
 
         Args:
+            shuffles: False keeps the order of the responses.
             together: whether responses to a prompt follow the first of them, so that as few batches
                 as can be read the prompt.
         """
         generator = torch.Generator().manual_seed(self.seed_of("order", "train"))
         order = torch.randperm(len(whole), generator=generator).tolist()
-        if together:
+        if not shuffles:
+            order = list(range(len(whole)))
+        elif together:
             groups: dict[tuple[int, ...], list[int]] = {}
             for i in order:
                 groups.setdefault(tuple(whole.prompt_ids[i].tolist()), []).append(i)

@@ -30,7 +30,8 @@ class GKDTrainer(DistillationTrainer):
     models", 2024), by the names and arguments of TRL 1.16.
 
     The loss is Σ_t D_t / tokens, see :class:`DistillationTrainer`, at temperature 1; tokens are
-    those that are learned in the optimizer step. An evaluation is on the data's completions.
+    those that were generated together, by default those of the optimizer step. An evaluation is on
+    the data's completions.
 
     Args:
         model, teacher_model: as for :class:`DistillationTrainer`.
@@ -51,6 +52,7 @@ class GKDTrainer(DistillationTrainer):
 
     config: ClassVar[type] = GKDConfig
     _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
+    shuffles: ClassVar[bool] = False  # a draw says who writes a whole batch
     method = Method("generalised knowledge distillation", ("gkd",))
 
     def __init__(

@@ -111,6 +111,7 @@ class OnlineTrainer(BaseTrainer, ABC):
     rehearsed_as = rehearse.ONLINE
     needs_old: ClassVar[bool]  # whether old log-probs are read even where all ratios are 1
     needs_rewards: ClassVar[bool] = True
+    shuffles: ClassVar[bool] = True  # whether a generation's responses are shuffled into batches
     learns_kl: ClassVar[bool] = False  # whether rewards hold the KL of the old log-probs
     # Whether TRL's _compute_loss itself divides by the number of batches of an optimizer step.
     divides_loss: ClassVar[bool]
@@ -583,7 +584,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         if self._generations.is_due():
             # With rewards, batches of mixed groups are part of the method.
             responses = self.responses_to(batch, "train")
-            self._generations.take(responses, together=self._loss.only_teachers)
+            together = self._loss.only_teachers
+            self._generations.take(responses, together=together, shuffles=self.shuffles)
             self._rollouts.backend.before_update()
         return self._generations.batch()
 
@@ -718,6 +720,15 @@ class OnlineTrainer(BaseTrainer, ABC):
         if self._teacher_prompts is not None:
             learnable = replace(learnable, **self._teacher_prompts.of(collected))
         if self._teacher_models is not None:
+            read = learnable.teacher_prompt_ids
+            if read is None and mode == "train":  # a stream may not have named its columns before
+                self._teacher_models.refuse_itself(live_alone=self.needs_rewards)
+            self._teacher_models.check_lengths(
+                learnable.prompt_ids if read is None else read,
+                learnable.sequences,
+                learnable.teachers,
+                "what the teacher reads in place of prompt {0} and response {0}".format,
+            )
             learnable = self._teacher_models.asked(learnable, collected.columns or {})
         args = self.args
         several_steps = args.gradient_accumulation_steps % self._generations.uses
