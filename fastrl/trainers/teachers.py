@@ -330,10 +330,10 @@ class TeacherModels:
         if names is not None:
             numbers = [self.number(name, f"teachers[{i}]") for i, name in enumerate(names)]
         name = "teacher_queries[{0}] and responses[{0}]".format
-        self.check_lengths(read, responses, numbers, name)
+        self.check_readable(read, responses, numbers, name)
         return {"teacher_prompt_ids": of_teachers, "teachers": numbers}
 
-    def check_lengths(
+    def check_readable(
         self,
         prompts: Sequence[Tensor],
         responses: Sequence[Tensor],
@@ -341,7 +341,8 @@ class TeacherModels:
         name_of: Callable[[int], str],
     ) -> None:
         """Raises ValueError for a response that has more tokens, with what its teacher reads, than
-        the teacher's context or a forward pass may have.
+        the teacher's context or a forward pass may have; or a token that a head or an embedding has
+        no row for, as another model has more rows than the tokenizer tokens.
 
         Args:
             numbers: of the samples' teachers; None: all have the first.
@@ -358,6 +359,13 @@ class TeacherModels:
                 raise ValueError(
                     f"{name_of(i)} have {len(prompt)} + {len(response)} tokens, beyond the "
                     f"teacher's {limit}: shorten the teacher's prompt"
+                )
+            rows = min(self.sizes)
+            if len(self.sizes) > 1 and len(response) and int(response.max()) >= rows:
+                raise ValueError(
+                    f"{name_of(i)} have the token {int(response.max())}, a row of padding of the "
+                    f"model that sampled it, and another model has {rows} rows: bring both to the "
+                    "same number by model.resize_token_embeddings"
                 )
         most = self.args.micro_batch_tokens
         check_tokens(most, list(map(len, prompts)), list(map(len, responses)), name_of)

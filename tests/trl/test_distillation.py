@@ -636,6 +636,8 @@ def stream(_: Path) -> dict[str, Any]:
     (None, stream, "the policy itself .*behind the same prompts"),
     (lambda _: another(max_position_embeddings=8), {},
      "in place of prompt 0 and response 0 have 3 . 6 tokens, beyond the teacher's model's con.* 8"),
+    (of_another, lambda _: {"model": tiny_models.language_model("qwen2", vocab_size=600)},
+     "response 0 have the token ..., a row of padding .*another model has 97 rows"),
 ])  # fmt: skip
 def test_what_only_a_batch_shows_is_refused_before_it_is_learned(
     teacher: Any, settings: Any, said: str, tmp_path: Path

@@ -723,7 +723,7 @@ class OnlineTrainer(BaseTrainer, ABC):
             read = learnable.teacher_prompt_ids
             if read is None and mode == "train":  # a stream may not have named its columns before
                 self._teacher_models.refuse_itself(live_alone=self.needs_rewards)
-            self._teacher_models.check_lengths(
+            self._teacher_models.check_readable(
                 learnable.prompt_ids if read is None else read,
                 learnable.sequences,
                 learnable.teachers,
