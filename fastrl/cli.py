@@ -206,7 +206,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 _METHODS = {
     **{name: f"align --loss {name}" for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
     **dict.fromkeys(("rm", "reward_model"), "reward"),
-    **dict.fromkeys(("distillation", "opd"), "distill"),
+    **dict.fromkeys(("distillation", "opd", "gkd"), "distill"),
+    "sdft": "distill --hint-column",
     **{name: f"grpo --advantage {name}" for name in ("rloo", "dr_grpo", "reinforce++")},
 }
 _ONE_PROCESS = ("demo", "new", "chat", "merge", "push", "replay", "plan")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,6 +174,14 @@ def load_adapter(peft_model: Any, path: str, name: str, hub: dict[str, Any]) -> 
         raise ValueError(
             f"adapter {path} holds trained weights of the base model beside its own "
             "(modules_to_save, bias): load it as a model of its own, with its base"
+        )
+    trained_on = config.base_model_name_or_path or ""
+    base = getattr(peft_model.get_base_model().config, "name_or_path", "") or ""
+    if trained_on and base and os.path.realpath(trained_on) != os.path.realpath(base):
+        warnings.warn(
+            f"adapter {path} was trained on {trained_on}, and is put on {base} here: where these "
+            "are not the same weights, it is another model than the one that was trained",
+            stacklevel=4,
         )
     _load(peft_model, config, weights, name, f"adapter {path}")
 

@@ -144,6 +144,11 @@ class TeacherModels:
                 self.references[label] = self._own(fresh)
             else:
                 self.references[label] = self._given(model, label, number)
+        if args.teacher_model_kind != "base" and None not in named.values():
+            raise ValueError(
+                f"teacher_model_kind={args.teacher_model_kind!r} chooses among the policy's own "
+                "weights, and teacher_model is given: leave one of them out"
+            )
         self.vocabulary = None if len(self.sizes) == 1 else len(tokenizer)
         # Heads of one size are compared row by row, whatever a tokenizer has beyond them.
         if self.vocabulary is not None and min(self.sizes) < self.vocabulary:
@@ -218,11 +223,19 @@ class TeacherModels:
     def refuse_itself(
         self,
         live_alone: bool,
-        remedy: str = "give the data a column teacher_prompt or privileged_context",
+        remedy: str = "give the data a column teacher_prompt or privileged_context (or name it: "
+        "fastrl distill --hint-column)",
     ) -> None:
         """Raises ValueError where teachers read the policy's prompts, and the one teacher is the
         policy as it is, or unless ``live_alone``, as it begins."""
         own = self.references.get(_OWN)
+        name, *others = self.references
+        if own is None and not others and not live_alone and self._begins_as_teacher():
+            raise ValueError(
+                f"teacher {name!r} has the very weights that the policy begins with, and reads the "
+                f"same prompts, so that there is nothing to learn of it: {remedy}, or pass another "
+                "teacher_model"
+            )
         itself = isinstance(own, LiveRefModel)
         if own is not None and not itself and not live_alone:
             peft = self._policy.pretrained_model if self._policy.is_peft_model else None
@@ -233,6 +246,19 @@ class TeacherModels:
                 f"{self.args.teacher_model_kind!r}) behind the same prompts, so that there is "
                 f"nothing to learn of it: {remedy}, or pass teacher_model"
             )
+
+    def _begins_as_teacher(self) -> bool:
+        """Whether the one teacher is a model that was loaded from where the policy was, with the
+        same weights."""
+        (teacher,) = (x.model for x in self.references.values())
+        if teacher is None or self._policy.is_peft_model:
+            return False
+        model, other = self._policy.pretrained_model, teacher.pretrained_model
+        path = getattr(model.config, "name_or_path", "")
+        if not path or path != getattr(other.config, "name_or_path", ""):
+            return False
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        return all(torch.equal(x.detach().to(y), y) for x, y in pairs)
 
     def read_by(self) -> list[Any]:
         """The language models that read teachers' prompts."""
@@ -474,9 +500,14 @@ class TeacherPrompts:
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         count = len(prompts)
-        if self.args.teacher_column is not None:
-            values = columns.get(self.args.teacher_column, [None] * count)
-            named = (f"{place}: column {self.args.teacher_column!r}" for place in places)
+        column = self.args.teacher_column
+        if column is not None:
+            if column not in columns and count:
+                raise ValueError(
+                    f"{places[0]} has no column {column!r}, teacher_column, which names its teacher"
+                )
+            values = columns.get(column, [None] * count)
+            named = (f"{place}: column {column!r}" for place in places)
             found["teachers"] = list(map(self.models.number, values, named))
         if PROMPT in columns or CONTEXT in columns:
             texts, contexts = (columns.get(x, [None] * count) for x in (PROMPT, CONTEXT))

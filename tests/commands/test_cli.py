@@ -88,6 +88,8 @@ def test_steps_count_ppo_steps_and_names_come_from_the_job():
     (["rm"], "unknown command 'rm': it is fastrl reward"),
     (["dpo"], "unknown command 'dpo': it is fastrl align --loss dpo"),
     (["RLOO"], "it is fastrl grpo --advantage rloo"),
+    (["gkd"], "unknown command 'gkd': it is fastrl distill"),
+    (["sdft"], "it is fastrl distill --hint-column"),
     (["ppo", "-model", "m"], "unknown argument '-model': did you mean '--model'?"),
     (["ppo"], "the following arguments are required: --model, --dataset"),
     (["ppo", *REQUIRED, "--batch-sise", "8"], "did you mean '--batch-size'?"),

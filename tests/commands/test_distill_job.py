@@ -1,9 +1,10 @@
 """``fastrl distill`` from end to end, on tiny models and local files."""
 
 import json
+import shutil
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceClassification
 
 from fastrl import cli
 from fastrl.run.folder import RunFolder
@@ -29,7 +30,11 @@ def folder(world):
     (world / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     hinted = [{"prompt": x["prompt"], "privileged_context": x["solution"]} for x in rows]
     (world / "hinted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in hinted))
-    AutoModelForCausalLM.from_pretrained(world / "lm").save_pretrained(world / "other")
+    both = [{**x, **y} for x, y in zip(rows, hinted, strict=True)]
+    (world / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
+    model = AutoModelForCausalLM.from_pretrained(world / "lm")
+    model.save_pretrained(world / "other")
+    GPT2ForSequenceClassification(model.config).save_pretrained(world / "scored")
     build_tokenizer(sorted(texts, reverse=True)[:9]).save_pretrained(world / "other")
     return world
 
@@ -84,11 +89,12 @@ def test_without_a_teacher_the_student_with_a_hint_teaches_an_adapter(folder, tm
     models = {}
     for name, flags in {
         "hinted": {"dataset": "hinted.jsonl"},
+        "named": {"dataset": "hinted.jsonl", "hint-column": "privileged_context"},
         "solved": {"hint-column": "solution"},
     }.items():
         assert cli.main(arguments(folder, tmp_path / name, **{"lora-r": 2}, **flags)) == 0
         models[name] = tmp_path / name / "model" / "adapter_model.safetensors"
-    assert models["hinted"].read_bytes() == models["solved"].read_bytes()
+    assert len({path.read_bytes() for path in models.values()}) == 1
     run = json.loads((tmp_path / "solved" / "run.json").read_text())
     assert run["title"].endswith(f"distillation from itself (base) on {folder / 'prompts.jsonl'}")
     # An adapter is a teacher of a student with an adapter, on the one base.
@@ -96,9 +102,12 @@ def test_without_a_teacher_the_student_with_a_hint_teaches_an_adapter(folder, tm
     capsys.readouterr()
     assert cli.main(arguments(folder, tmp_path / "third", **teaches)) == 0
     assert "a guess: a teacher's adapter: as large as" in capsys.readouterr().err
+    other = {"model": shutil.copytree(folder / "lm", tmp_path / "other"), **teaches}
+    with pytest.warns(UserWarning, match="was trained on .*lm, and is put on .*other here"):
+        assert cli.main(arguments(folder, tmp_path / "fourth", **other)) == 0
 
 
-def test_teachers_by_a_column_are_a_json_object(folder, tmp_path):
+def test_teachers_by_a_column_are_a_json_object(folder, tmp_path, capsys):
     rows = [json.loads(x) for x in (folder / "prompts.jsonl").read_text().splitlines()]
     data = tmp_path / "kinds.jsonl"
     data.write_text(
@@ -109,6 +118,9 @@ def test_teachers_by_a_column_are_a_json_object(folder, tmp_path):
     config.write_text(f"teacher: '{teachers}'\nteacher_column: kind\n")
     words = arguments(folder, tmp_path / "run", dataset=data)
     assert cli.main([words[0], str(config), *words[1:]]) == 0
+    without = arguments(folder, tmp_path / "other")
+    assert cli.main([words[0], str(config), *without[1:]]) == 2
+    assert "has no column 'kind', teacher_column" in capsys.readouterr().err
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "| teachers | a, b |" in card or "a, b" in card
 
@@ -138,12 +150,17 @@ def test_a_run_that_is_resumed_is_the_run_and_its_samples_are_drawn_again(folder
     ({}, "the teacher is the policy itself (teacher_model_kind='base') behind the same prompts"),
     ({"teacher": "other"}, "has another tokenizer"),
     ({"teacher": "nowhere"}, "nowhere"),
-    ({"teacher": "lm", "teacher-column": "kind"}, "teacher is not valid JSON"),
-    ({"hint-column": "answer"}, "have the columns prompt, solution: name one of them"),
-    ({"dataset": "hinted.jsonl", "hint-column": "prompt"}, "leave it out where privileged_context"),
+    ({"teacher": "lm"}, "has the very weights that the policy begins with"),
+    ({"teacher": "scored"}, "is a classifier or reward model (GPT2ForSequenceClassification)"),
+    ({"teacher": "wide", "teacher-model-kind": "ema"}, "leave one of them out"),
+    ({"teacher": "wide", "teacher-column": "kind"}, "several teachers are --teacher '{"),
+    ({"teacher-model": '{"a": "lm"}'}, "several teachers are --teacher '{"),
+    ({"hint-column": "answer"}, "name the one that holds what the teacher knows"),
+    ({"hint-column": "prompt"}, "hint_column='prompt': the data have the columns prompt, solution"),
+    ({"dataset": "both.jsonl", "hint-column": "solution"}, "leave hint_column out, or remove"),
     ({"teacher": "wide", "dataset": "reviews.jsonl"}, "train_dataset needs a column prompt"),
     ({"teacher": "wide", "missing-eos-penalty": 1}, "nothing is rewarded here"),
-    ({"teacher": "wide", "lmbda": 0.5}, "--lmbda: responses are the student's own"),
+    ({"teacher": "wide", "lmbda": 0.5}, "--lmbda: responses are the student's own: leave it out, or use fastrl.GKD"),
     ({"teacher": "wide", "max-completion-length": 64}, "exceeds the model's context of 48"),
     ({"teacher-model-kind": "old"}, "teacher_model_kind"),
 ])  # fmt: skip

@@ -233,6 +233,7 @@ def test_trainers_of_experimental_modules_are_told() -> None:
         "from trl.experimental.gkd import GKDConfig, GKDTrainer\n"
         "from trl.experimental.sdft import SDFTConfig\n"
         "GKDConfig('out', lmbda=1.0, packing=True)\nSDFTConfig('out', distillation_topk=5)\n"
+        "SDFTConfig('out', distillation_mode='full_logits')\n"
     )
     kinds = {(x.line, x.name): x.kind for x in found if "trl" not in x.name}
     assert kinds == {
@@ -242,6 +243,8 @@ def test_trainers_of_experimental_modules_are_told() -> None:
         (3, "GKDConfig(lmbda=)"): "as it is",
         (3, "GKDConfig(packing=)"): "refused",
         (4, "SDFTConfig(distillation_topk=)"): "changes nothing",
+        (4, "SDFTConfig(distillation_mode=)"): "refused",
+        (5, "SDFTConfig(distillation_mode=)"): "as it is",
     }
 
 

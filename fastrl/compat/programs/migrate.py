@@ -339,6 +339,15 @@ def _of_config(call: Call, name: str, kind: Any) -> Iterator[Outcome]:
         outcome = _of_setting(name, kind, keyword.arg, keyword.value.lineno)
         era = eras.get(keyword.arg)
         yield outcome if era is None else _of_era(call, keyword, outcome.name, era)
+    for setting, value in getattr(kind, "to_be_named", {}).items():
+        given = [x.value for x in call.keywords if x.arg == setting]
+        if given:
+            another = isinstance(given[0], ast.Constant) and given[0].value != value
+        else:
+            another = None not in keywords
+        if another:
+            text = f"name {setting}={value!r}: a trainer refuses other values, TRL's default, too"
+            yield Outcome(call.node.lineno, f"{name}({setting}=)", REFUSED, text)
     for setting, theirs in DEFAULTS.get(name, {}).items():
         ours = kind.__dataclass_fields__[setting].default
         if setting not in keywords and ours != theirs and None not in keywords:

@@ -101,6 +101,7 @@ _ROLLOUTS = {
         entropy_coef="entropy_coeff entropy_loss_coef",
         lam="gae_lambda lambd",
         advantage="adv_estimator advantage_estimator",
+        teacher_model="teacher teacher_model_name_or_path",
     ),
     "epsilon_high": Alias(
         "cliprange_high",
@@ -189,7 +190,10 @@ _ALIASES: dict[str, dict[str, Alias]] = {
             teacher_model_name_or_path="teacher_model teacher_pretrain",
         ),
         **_refused(_SIZES, "batch_size train_batch_size"),
-        **_refused("responses are the student's own: leave it out", "lmbda seq_kd"),
+        **_refused(
+            "responses are the student's own: leave it out, or use fastrl.GKDTrainer",
+            "lmbda seq_kd",
+        ),
     },
     "ppo": _ROLLOUTS,
     "grpo": _ROLLOUTS,

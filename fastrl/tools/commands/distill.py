@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.config import parse_json
-from fastrl.data.tables import columns_of
+from fastrl.data.tables import PROMPT, columns_of
 from fastrl.settings import setting, setting_like
 from fastrl.tools.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.trainers.groups.distillation_config import DistillationConfig
@@ -39,16 +39,24 @@ class DistillJob(FitJob):
 
     def hinted(self, data: Dataset) -> Dataset:
         """The data with the column of hints by the trainer's name for it; raises ValueError for
-        data without the column, or with both."""
+        data without the column or with both, and for the student's prompts as hints."""
         from fastrl.trainers.teachers import CONTEXT
 
-        for name, there in ((self.hint_column, True), (CONTEXT, False)):
-            if (name in data.column_names) != there:
-                has = ", ".join(columns_of(data))
-                raise ValueError(
-                    f"hint_column={self.hint_column!r}: the data have the columns {has}: name one "
-                    f"of them, and leave it out where {CONTEXT} is there"
-                )
+        has = columns_of(data)
+        named = f"hint_column={self.hint_column!r}"
+        if self.hint_column not in has or self.hint_column == PROMPT:
+            others = ", ".join(name for name in has if name != PROMPT) or "none"
+            raise ValueError(
+                f"{named}: the data have the columns {', '.join(has)}: name the one that holds "
+                f"what the teacher knows beside the prompt, of {others}"
+            )
+        if self.hint_column == CONTEXT:
+            return data
+        if CONTEXT in has:
+            raise ValueError(
+                f"{named}: the data have a column {CONTEXT} too, which is read by itself: leave "
+                "hint_column out, or remove that column"
+            )
         return data.rename_column(self.hint_column, CONTEXT)
 
 
@@ -102,9 +110,7 @@ def make_trainer(job: DistillJob, flags: DistillFlags) -> Any:
     from fastrl.models.load import load_language_model
     from fastrl.trainers.groups.distillation import DistillationTrainer
 
-    teachers = None
-    if flags.teacher_column is not None:
-        teachers = parse_json("teacher", flags.teacher_model_name_or_path)
+    teachers = _by_name(flags)
     peft_config = job.lora_config("CAUSAL_LM")
     given = parse_json("teacher_model_init_kwargs", flags.teacher_model_init_kwargs)
     if flags.teacher_model_name_or_path is not None:
@@ -121,6 +127,19 @@ def make_trainer(job: DistillJob, flags: DistillFlags) -> Any:
         tokenizer,
         peft_config=peft_config,
     )
+
+
+def _by_name(flags: DistillFlags) -> dict[str, Any] | None:
+    """The teachers of ``--teacher`` by name; None where it names one teacher, or none."""
+    given = flags.teacher_model_name_or_path
+    listed = given is not None and given.lstrip().startswith("{")
+    if listed != (flags.teacher_column is not None):
+        raise ValueError(
+            f"teacher={given!r} and teacher_column={flags.teacher_column!r}: several teachers are "
+            '--teacher \'{"NAME": "PATH", …}\' and --teacher-column COLUMN, the data\'s column '
+            "with the names; for one teacher give --teacher PATH alone"
+        )
+    return parse_json("teacher", given) if listed else None
 
 
 # What summary.json records of an evaluation, and the metric's name without "eval_".

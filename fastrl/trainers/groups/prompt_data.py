@@ -8,6 +8,7 @@ from typing import Any
 from fastrl.data.chat import check_prompt
 from fastrl.data.columns import REWARD_ARGUMENTS, check_reserved
 from fastrl.data.prompts import PromptStream
+from fastrl.data.tables import columns_of
 from fastrl.run.random_state import seed_at
 from fastrl.trainers.prompt_room import data_by_name, rows_of
 
@@ -107,6 +108,10 @@ def _check_prompts(data: Any, name: str) -> None:
     """Checks that a data set has a column prompt, and unless it is a stream, each prompt."""
     columns = getattr(data, "column_names", None)
     if columns is not None and "prompt" not in columns:
-        raise ValueError(f"{name} needs a column prompt, it has {', '.join(columns)}")
+        has = ", ".join(columns_of(data))
+        raise ValueError(
+            f"{name} needs a column prompt, it has {has}: rename the one with the texts or chats "
+            "to answer"
+        )
     for i, row in rows_of(data):
         check_prompt(row["prompt"], f"the prompt of row {i} of {name}")

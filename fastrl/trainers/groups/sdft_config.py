@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fastrl.settings import idle, refused, setting, setting_like
 from fastrl.trainers.groups.distillation_config import DistillationConfig
@@ -16,6 +17,9 @@ _WHOLE = "the divergence is over the whole vocabulary"
 class SDFTConfig(DistillationConfig):
     """Settings of :class:`SDFTTrainer`; names, meanings and defaults are those of TRL 1.16 where it
     has any. Raises ValueError for a value out of range, or settings that do not go together."""
+
+    # The one value of a setting that a trainer takes, where the default is another, TRL's.
+    to_be_named: ClassVar[dict[str, str]] = {"distillation_mode": "full_logits"}
 
     learning_rate: float = setting("Learning rate at the start.", 5e-5, within="[0, inf)")
     distillation_alpha: float = setting(
