@@ -200,7 +200,13 @@ class TeacherModels:
                     f"{name!r} is loaded already: leave them out"
                 )
             loaded = getattr(model, "pretrained_model", model)
-        if callable(loaded) and not isinstance(loaded, nn.Module):
+        is_model = isinstance(loaded, nn.Module)
+        if not is_model and (not callable(loaded) or hasattr(loaded, "get_vocab")):
+            raise TypeError(
+                "a teacher is a model, a path, a function or, with teacher_column, a dict of these "
+                f"by name, got a {_kind_of(loaded)}"
+            )
+        if not is_model:
             if self.args.teacher_kl_in == "reward":
                 raise ValueError(
                     f"teacher {name!r} is a function, which need not name the token that was "

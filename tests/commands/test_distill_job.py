@@ -160,7 +160,7 @@ def test_a_run_that_is_resumed_is_the_run_and_its_samples_are_drawn_again(folder
     ({"dataset": "both.jsonl", "hint-column": "solution"}, "leave hint_column out, or remove"),
     ({"teacher": "wide", "dataset": "reviews.jsonl"}, "train_dataset needs a column prompt"),
     ({"teacher": "wide", "missing-eos-penalty": 1}, "nothing is rewarded here"),
-    ({"teacher": "wide", "lmbda": 0.5}, "--lmbda: responses are the student's own: leave it out, or use fastrl.GKD"),
+    ({"teacher": "wide", "lmbda": 0.5}, "leave it out, or use fastrl.GKDTrainer"),
     ({"teacher": "wide", "max-completion-length": 64}, "exceeds the model's context of 48"),
     ({"teacher-model-kind": "old"}, "teacher_model_kind"),
 ])  # fmt: skip

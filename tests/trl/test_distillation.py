@@ -687,6 +687,14 @@ def test_passes_without_a_token_to_learn_are_no_part_of_the_divergence(
     assert found[1] == pytest.approx(found[0], abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["list", "tokenizer"])
+def test_what_can_be_no_teacher_is_refused(kind: str, tmp_path: Path) -> None:
+    """A tokenizer is no function, though it can be called."""
+    given = ["a", "b"] if kind == "list" else tiny.tokenizer()
+    with pytest.raises(TypeError, match="a teacher is a model, a path, a function or, with"):
+        make(tmp_path, given)
+
+
 def test_a_reward_of_tokens_does_not_go_with_ratios_of_responses(tmp_path: Path) -> None:
     settings = {"teacher_kl_coef": 1.0, "teacher_kl_in": "reward"}
     with pytest.raises(ValueError, match="gives each token an advantage of its own"):
