@@ -122,16 +122,16 @@ def load_language_model(
         return checkpoint.empty(loader)
     model, missing = checkpoint.load(loader, *model_args, trainable=trainable)
     check_causal(model)
+    if missing:  # transformers initialises them at random
+        raise ValueError(
+            f"{checkpoint.folder} is not a trained language model: it has no weights for "
+            f"{', '.join(missing)}"
+        )
     saved = (getattr(model.config, "architectures", None) or [""])[0]
     if checkpoint.adapter is None and saved.endswith("ForSequenceClassification"):
         raise ValueError(
             f"{checkpoint.folder} is a classifier or reward model ({saved}), not a language model: "
             "name the folder of a language model"
-        )
-    if missing:  # transformers initialises them at random
-        raise ValueError(
-            f"{checkpoint.folder} is not a trained language model: it has no weights for "
-            f"{', '.join(missing)}"
         )
     return model
 
