@@ -220,7 +220,7 @@ def test_an_own_loss_of_pairs_keeps_the_preferred_likely(tmp_path):
 
 
 def test_a_model_learns_from_itself_with_a_hint(tmp_path):
-    """In twelve hundred steps it learns most sums; here it begins to."""
+    """In seven hundred steps it learns most sums; here it begins to."""
     found = run("distill_hints")["train"](str(tmp_path), sft_steps=2, steps=2)
     assert [row["step"] for row in found] == [0, 2]
     assert all(0 <= row[name] <= 1 for row in found for name in ("learned", "held_out"))
