@@ -386,12 +386,15 @@ def test_a_program_trains(run: Any, model: Path, tmp_path: Path) -> None:
 def test_a_program_distills(
     method: str, lines: list[str], run: Any, model: Path, tmp_path: Path
 ) -> None:
-    name = method.upper()
+    name, other = method.upper(), transformers.AutoModelForCausalLM.from_pretrained(model)
+    other.lm_head.weight.data.mul_(2)
+    other.save_pretrained(tmp_path / "other")
+    tiny.tokenizer().save_pretrained(tmp_path / "other")
     said, status = run("\n".join([
         "from datasets import Dataset",
         "from transformers import AutoTokenizer",
         f"from trl.experimental.{method} import {name}Config, {name}Trainer",
-        f"model = teacher = {str(model)!r}",
+        f"model, teacher = {str(model)!r}, {str(tmp_path / 'other')!r}",
         "tokenizer = AutoTokenizer.from_pretrained(model)",
         "tokenizer.chat_template = '{% for m in messages %}{{ m.content }} w9 {% endfor %}'",
         f"common = dict(output_dir={str(tmp_path / 'out')!r}, use_cpu=True, max_steps=1,",
