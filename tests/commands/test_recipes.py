@@ -128,7 +128,7 @@ def test_the_documents_have_what_the_result_files_say() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a language model and a reward model."""
+    """A folder with a language model, another that teaches it and a reward model."""
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = chat_tokenizer.tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -140,6 +140,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     for kind, name in (
         (AutoModelForCausalLM, "model"),
+        (AutoModelForCausalLM, "teacher"),  # a student's own weights have nothing to teach it
         (AutoModelForSequenceClassification, "reward"),
     ):
         kind.from_config(config).save_pretrained(folder / name)
@@ -171,7 +172,8 @@ def test_a_recipe_runs(name: str, tiny: Path, tmp_path: Path, capsys: Any) -> No
     changed: dict[str, Any] = {"dataset": data, "output": tmp_path / "run"}
     changed |= {key: value for key, value in SMALL.items() if key in said}
     changed |= {key: data for key in ("eval_dataset",) if key in said}
-    changed |= {key: tiny / "model" for key in ("model", "judge", "teacher") if key in said}
+    changed |= {key: tiny / "model" for key in ("model", "judge") if key in said}
+    changed |= {key: tiny / "teacher" for key in ("teacher",) if key in said}
     changed |= {key: tiny / "reward" for key in ("annotator", "reward") if key in said}
     if said.get("reward") == "math":
         changed["reward"] = "math"
