@@ -11,7 +11,7 @@ from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, SFT
 from fastrl.cli import main
 from fastrl.tools.commands.plan import planned_run
 from fastrl.tools.commands.plan_job import new_adapter
-from fastrl.trainers.plan.advice import Remedy, what_to_change
+from fastrl.trainers.plan.advice import Dial, Remedy, what_fits, what_to_change
 from fastrl.trainers.plan.memory import ACTIVATIONS, Peak
 from fastrl.trainers.plan.report import Plan
 from fastrl.trainers.plan.skeleton import blank_tokenizer
@@ -120,6 +120,25 @@ class Fake:
         if gib == REFUSED:
             raise ValueError("refused")
         return Fake(self.gib - gib, *self.savings)
+
+
+def test_a_tiny_model_is_not_planned_with_millions_of_samples():
+    tried = []
+
+    class Tiny(Fake):
+        kv_cache_flag = None
+
+        def dials(self):
+            return [Dial(ACTIVATIONS, 1e9, self.turned)]
+
+        def turned(self, factor):
+            tried.append(factor)
+            return f"--size {factor}", Tiny(self.gib * factor)
+
+    run = Tiny(0.001)
+    (said,) = what_fits(run, run.plan(), 24)
+    assert tried == [64]
+    assert said.startswith("there is room for --size 64 ")
 
 
 @pytest.mark.parametrize(("gib", "said"), [

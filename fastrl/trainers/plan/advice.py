@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from fastrl.trainers.plan.memory import KV_CACHE
 from fastrl.trainers.plan.report import GIB, Plan, gib, usable
 
+_LARGEST_FACTOR = 64  # by which a size is tried: what a plan has to walk through grows with it
+
 
 class Planned(Protocol):
     """A run that can be planned, and changed."""
@@ -137,7 +139,7 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
     grown: list[str] = []
     for number in range(len(run.dials())):
         dial = run.dials()[number]
-        grows = int(min(dial.most, _growth(plan, dial.kind, gpu_gib)))
+        grows = int(min(dial.most, _LARGEST_FACTOR, _growth(plan, dial.kind, gpu_gib)))
         factor = 1 << max(grows, 1).bit_length() - 1  # a power of two
         while factor > 1:
             turned = _unless_refused(dial.turned, factor)
