@@ -1,4 +1,5 @@
-"""A model's linear layers on a CPU, computed by the library that is fastest for each weight."""
+"""A model's linear layers on a CPU, computed by the library that is fastest for each weight, and
+activations in one pass over memory."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import FastGELUActivation, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from fastrl.run.contexts import attributes_set
 from fastrl.run.processes import OneProcess, Processes
 from fastrl_kernels import gemm
 from fastrl_kernels._cpu.fp32_copies import FreeMemory, keeping
+from fastrl_kernels.dispatch import device_kind
 from fastrl_kernels.workspace import keep_all_freed_memory
 
 
@@ -49,6 +52,7 @@ class Products:
             gemm.using(self.choices),
             keeping(x.weight for x in layers),
             attributes_set(*((x, "forward", _Forward(x)) for x in layers)),
+            attributes_set(*(x for model in models if model is not None for x in _gelus(model))),
         ):
             yield
 
@@ -76,15 +80,20 @@ class PackedProducts:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[tuple[Any, ...], gemm.Packed]] = {}  # by the weight's id
+        self._kept: dict[int, tuple[tuple[Any, ...], _Forward]] = {}  # by the layer's id
 
     @contextlib.contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
         """Context in which the model's linear layers use their present weights, packed, without
         gradients. Under autocast they are in its dtype."""
         forwards = ((layer, "forward", forward) for layer, forward in self._forwards(model))
-        with gemm.using(gemm.choices()), attributes_set(*forwards):
+        with gemm.using(gemm.choices()), attributes_set(*forwards, *_gelus(model)):
             yield
+
+    def stored(self) -> list[Tensor]:
+        """The packed weights that stay between rollouts."""
+        kept = (forward.packed for _, forward in self._kept.values())
+        return [packed.weight for packed in kept if packed is not None]
 
     def free(self) -> None:
         self._kept.clear()
@@ -98,20 +107,24 @@ class PackedProducts:
             library = gemm.library_of(dtype, weight.numel())
             wide = library is gemm.Fp32
             fits = not wide or memory.take(weight.numel() * torch.float32.itemsize)
-            if not (gemm.Packed.suits(weight, library) and fits):
-                yield layer, _Forward(layer)
-                continue
-            content = (dtype, weight.data_ptr(), weight._version)
-            packed = before.get(id(weight))
+            content = (dtype, library, fits, weight.data_ptr(), weight._version)
+            kept, forward = before.get(id(layer), (None, _Forward(layer)))
             # Fused optimizers write to weights without a new version.
-            if weight.requires_grad or packed is None or packed[0] != content:
-                packed = content, gemm.Packed(_rows(layer).to(dtype), wide)
+            if weight.requires_grad or kept != content:
+                if gemm.Packed.suits(weight, library) and fits:
+                    forward = _PackedForward(layer, gemm.Packed(_rows(layer).to(dtype), wide))
+                elif dtype == weight.dtype and gemm.Packed.suits_few(_rows(layer)):
+                    forward = _TallForward(layer)
+                else:
+                    forward = _Forward(layer)
             if not (weight.requires_grad or wide):
-                self._kept[id(weight)] = packed
-            yield layer, _PackedForward(layer, packed[1])
+                self._kept[id(layer)] = content, forward
+            yield layer, forward
 
 
 class _Forward:
+    packed: gemm.Packed | None = None
+
     def __init__(self, layer: Any):
         self.layer = layer
 
@@ -124,6 +137,8 @@ class _Forward:
 
 
 class _PackedForward(_Forward):
+    packed: gemm.Packed
+
     def __init__(self, layer: Any, packed: gemm.Packed):
         super().__init__(layer)
         self.packed = packed
@@ -131,6 +146,42 @@ class _PackedForward(_Forward):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.packed.linear(x, self.bias)
+
+
+class _TallForward(_Forward):
+    """Packs a weight, such as a head's, once it meets as many rows as are faster with it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.numel() // x.shape[-1] not in gemm.Packed.FEW:
+            return super().__call__(x)
+        if self.packed is None:
+            self.packed = gemm.Packed(_rows(self.layer))
+        return self.packed.linear(x, self.layer.bias)
+
+
+class _Gelu:
+    """GELU by tanh in one pass, and one to keep for backward, where transformers' formula has eight
+    and five. Half precision is left to the formula, which rounds each of its terms."""
+
+    def __init__(self, activation: nn.Module):
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return type(self.activation).forward(self.activation, x)
+        return nn.functional.gelu(x, approximate="tanh")
+
+
+def _gelus(model: nn.Module) -> Iterator[tuple[nn.Module, str, _Gelu]]:
+    """Forwards in place of the tanh formulas of a model on a CPU."""
+    parameter = next(model.parameters(), None)
+    if parameter is None or device_kind(parameter) != "cpu":
+        return
+    for module in model.modules():
+        if type(module) in (NewGELUActivation, FastGELUActivation) and "forward" not in vars(
+            module
+        ):
+            yield module, "forward", _Gelu(module)
 
 
 def _rows(layer: Any) -> Tensor:

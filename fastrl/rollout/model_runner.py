@@ -16,7 +16,7 @@ from fastrl.models.attention import Variant, attached, attending
 from fastrl.models.flash_attention import asks_for_flash_attention
 from fastrl.models.latents import latent_layers, latents_kept
 from fastrl.models.lm_head import in_front_of_head
-from fastrl.models.products import PackedProducts, has_own_forward, is_packed
+from fastrl.models.products import PackedProducts, is_packed
 from fastrl.models.routing import routed
 from fastrl.models.utils import cache_argument, cache_of, evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
@@ -55,9 +55,7 @@ class ModelRunner:
         self._cache = SlotCache()
         self._cache_argument = cache_argument(self.language_model)
         self._hidden: Tensor | None = None
-        self._logits: Tensor | None = None
         self._one = torch.ones(1, 1, dtype=torch.long)
-        self._product = _head_product(self.language_model)
         self.fused_layers = FusedLayers(self.language_model)
         self.fused_draw = FusedDraw(self.language_model)
         self.autocast_weights = AutocastWeightCache()
@@ -72,10 +70,8 @@ class ModelRunner:
         """Context of a rollout: no dropout, no gradients, the engine's attention, and the model's
         device as torch's current one, whose streams and events are used."""
         self.fused_draw.look()
-        head = self.language_model.get_output_embeddings()
         try:
             with (
-                head.register_forward_hook(self._after_head),
                 current(self.device),
                 torch.no_grad(),
                 evaluating(self.model),
@@ -152,18 +148,9 @@ class ModelRunner:
                 **{self._cache_argument: self._cache},
             ).logits
 
-    def _before_head(self, head: Any, hidden: Tensor) -> Tensor:
+    def _before_head(self, _head: Any, hidden: Tensor) -> Tensor:
         self._hidden = hidden
-        if not self._with_head:
-            return hidden[:, :0]
-        self._logits = self._product(head, hidden)
-        return hidden if self._logits is None else hidden[:, :0]
-
-    def _after_head(self, _head: nn.Module, _args: Any, out: Tensor) -> Tensor:
-        """Replaces the head's output by the product of :meth:`_before_head`, where that computed
-        it; the model's own changes of its logits follow."""
-        logits, self._logits = self._logits, None
-        return out if logits is None else logits
+        return hidden if self._with_head else hidden[:, :0]
 
     def fuse_layers(self, layers: list[LayerShape]) -> None:
         """Has decode steps run the layers with few launches, where Triton runs and layers fuse.
@@ -257,27 +244,6 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return contextlib.nullcontext()
     return torch.cuda.device(device)
-
-
-Product = Callable[[Any, Tensor], "Tensor | None"]
-# Numbers of rows for which CPU libraries compute w·hᵀ about twice as fast as h·wᵀ, for a tall w.
-_FEW = range(5, 33)
-
-
-def _head_product(model: Any) -> Product:
-    """A function for the head's product h [b, 1, H] -> [b, 1, V]; where it returns None, the head
-    itself computes the product."""
-    head = model.get_output_embeddings()
-    plain = type(head) is nn.Linear and not has_own_forward(head)
-    on_cpu = plain and head.weight.device.type == "cpu" and head.weight.dtype == torch.float32
-    return _tall_product if on_cpu else lambda _head, _hidden: None
-
-
-def _tall_product(head: nn.Linear, hidden: Tensor) -> Tensor | None:
-    if is_packed(head) or len(hidden) not in _FEW or torch.is_autocast_enabled("cpu"):
-        return None
-    logits = (head.weight @ hidden.squeeze(1).t()).t().contiguous().unsqueeze(1)
-    return logits if head.bias is None else logits.add_(head.bias)
 
 
 _PRODUCTS = (nn.Linear, Conv1D)

@@ -67,6 +67,5 @@ class RehearsedEngine(RolloutEngine):
         """The tensors that stay between two calls: keys and values, and copies of weights."""
         kv_cache, runner = self._kv_cache, self.model_runner
         copies = runner.copies()
-        packed = [packed._weight for _, packed in runner.packed_products._kept.values()]
         stored = [] if kv_cache is None else kv_cache.tensors()
-        return stored, copies + packed
+        return stored, copies + runner.packed_products.stored()

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import FastGELUActivation, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from fastrl import RolloutEngine, SamplingParams
@@ -125,7 +127,7 @@ def test_frozen_weights_are_packed_once_until_somebody_writes_to_them(monkeypatc
     packed = []
     right = gemm.Packed.__init__
 
-    def init(self, weight, wide):
+    def init(self, weight, wide=False):
         packed.append(tuple(weight.shape))
         right(self, weight, wide)
 
@@ -150,6 +152,56 @@ def test_frozen_weights_are_packed_once_until_somebody_writes_to_them(monkeypatc
         torch.optim.AdamW([layer.weight], fused=True).step()  # changes no version
         with both.in_place(model):
             torch.testing.assert_close(layer(x), x @ layer.weight.t() + layer.bias)
+
+
+def test_a_tall_weight_is_packed_once_there_are_a_few_rows(monkeypatch):
+    packed = []
+    right = gemm.Packed.__init__
+    monkeypatch.setattr(
+        gemm.Packed, "__init__", lambda self, *x: (packed.append(1), right(self, *x))[0]
+    )
+    head, runs = torch.nn.Linear(128, 8192).requires_grad_(False), PackedProducts()
+    few = gemm.Packed.FEW
+    with gemm.using({"float32": gemm.MM}), torch.no_grad():
+        for _ in range(2):
+            for rows in (1, few.start - 1, few.start, few.stop - 1, few.stop):
+                x = torch.randn(rows, 1, 128)
+                exact = x.double() @ head.weight.double().t() + head.bias.double()
+                own = (torch.nn.functional.linear(x, head.weight, head.bias) - exact).norm()
+                with runs.in_place(head):
+                    off = (head(x) - exact).norm()
+                assert off <= 2 * own + 1e-6 * exact.norm()
+            assert packed == [1]
+        monkeypatch.setenv(gemm.LIBRARY_VARIABLE, "mm")
+        with PackedProducts().in_place(head):
+            head(torch.randn(few.start, 128))
+    assert packed == [1]
+
+
+@pytest.mark.parametrize("activation", [NewGELUActivation, FastGELUActivation])
+def test_an_activation_by_tanh_is_computed_in_one_pass(activation):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), activation())
+    x = torch.randn(4, 8)
+
+    def learned(of, x):
+        y = of(x)
+        return y, *torch.autograd.grad(y.square().sum(), of[0].parameters())
+
+    exact = learned(copy.deepcopy(model).double(), x.double())
+    plain = learned(model, x)
+    ops: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ops.append(func.name())
+            return func(*args, **kwargs or {})
+
+    with products().on(model), Seen():
+        found = learned(model, x)
+    assert ops.count("aten::gelu") == ops.count("aten::gelu_backward") == 1
+    assert "aten::tanh" not in ops
+    for a, b, c in zip(found, plain, exact, strict=True):
+        assert (a - c).norm() <= 2 * (b - c).norm() + 1e-7 * c.norm()
 
 
 def test_the_main_processs_libraries_hold_for_all(monkeypatch):

@@ -32,6 +32,7 @@ _LONGEST_SUM = 8192  # terms: CPU libraries are slow beyond, and fp32 copies wou
 # Columns or terms of a CPU product at a time. Its memory of a few MiB is used again by the next
 # one; that of larger products would be new each time, which costs as much as the work in it.
 PIECE = 4096
+_TALL = 1 << 20  # elements of a weight of many more rows than columns that counts as tall
 _FEWEST = 1 << 16  # elements of a weight from which oneDNN's overhead of some 10 µs is worth it
 # Elements of a GPU's product, up to which it comes out in fp32 and is rounded afterwards: 256 tiles
 # of 128·256, two waves of 132 processors. For fewer tiles than processors libraries split sums, and
@@ -682,12 +683,14 @@ class Packed:
     """A weight [N, K] in the layout of its library, for products without gradients. It is a copy:
     later changes of the weight do not reach it.
 
-    Products with it are faster for a few rows. In fp32 they are those of the plain weight to the
-    bit, in bf16 they are as exact, as CPUs with AMX may split sums otherwise.
+    Products with it are faster for a few rows. In fp32 they are those of oneDNN with the plain
+    weight to the bit, in bf16 they are as exact, as CPUs with AMX may split sums otherwise.
 
     Args:
         wide: a bf16 weight is kept in fp32, in the layout of that library; results are bf16.
     """
+
+    FEW: ClassVar[range] = range(5, 33)  # rows at which oneDNN is the faster for a tall weight
 
     def __init__(self, weight: Tensor, wide: bool = False) -> None:
         self.dtype, self.wide, self._rows = weight.dtype, wide, len(weight)
@@ -695,7 +698,7 @@ class Packed:
         self._plain = wide and library_for(weight) is Mm
         if not self._plain:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        self._weight = weight
+        self.weight = weight
 
     @staticmethod
     def suits(weight: Tensor, library: type[Library]) -> bool:
@@ -703,6 +706,15 @@ class Packed:
         cpu = device_kind(weight) == "cpu" and type(weight) in _PLAIN and weight.numel() > 0
         packs = library in (OneDnn, Bf16) and OneDnn.absent() is None
         return cpu and (packs or library is Fp32)
+
+    @staticmethod
+    def suits_few(weight: Tensor) -> bool:
+        """Whether ``FEW`` rows are multiplied faster with a tall fp32 weight that is packed, though
+        its library does not pack: MKL is as fast for w·xᵀ, but that has to be transposed."""
+        cpu = device_kind(weight) == "cpu" and type(weight) in _PLAIN
+        tall = weight.numel() >= _TALL and len(weight) >= 8 * weight.shape[1]
+        by_rule = forced() is None and library_for(weight) is Mm and OneDnn.absent() is None
+        return cpu and weight.dtype == torch.float32 and tall and by_rule
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x wᵀ + b [..., N] of x [..., K], which is cast to the weight's dtype."""
@@ -714,7 +726,7 @@ class Packed:
         if self.wide:
             x, bias = x.float(), None if bias is None else bias.float()
         if self._plain:
-            out = torch.nn.functional.linear(x, self._weight, bias)
+            out = torch.nn.functional.linear(x, self.weight, bias)
         else:
-            out = _by_onednn(x, self._weight, bias)
+            out = _by_onednn(x, self.weight, bias)
         return out.to(self.dtype)
