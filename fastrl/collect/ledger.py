@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.learn.samples import learned_counts
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 from fastrl.samples import Samples
@@ -48,7 +49,7 @@ class GenerationLedger:
         generation: int,
         samples: Samples,
         weights_version: int,
-        advantages: Lists | None = None,
+        advantages: Tensor | None = None,
         of_teachers: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Adds the responses of a generation, counted from 1.
@@ -56,10 +57,14 @@ class GenerationLedger:
         Args:
             samples: samples of all processes.
             weights_version: optimizer steps before the samples were drawn.
-            advantages: advantages of the tokens that are learned.
+            advantages: each sample's, which its tokens that are learned have, [B].
             of_teachers: see :func:`teacher_columns`.
         """
-        columns = ledger_columns(samples, weights_version, advantages, self.temperature)
+        of_tokens = None
+        if advantages is not None:
+            counts = learned_counts(samples)
+            of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
+        columns = ledger_columns(samples, weights_version, of_tokens, self.temperature)
         del columns["prompt_row"]  # a loader yields rows without their number
         self.ledger.add(generation, {**columns, **of_teachers})
 

@@ -152,7 +152,7 @@ def test_the_base_of_a_new_adapter_is_a_teacher_without_weights(tmp_path: Path) 
     trainer = make(
         tmp_path, peft_config=LORA, train_dataset=prompts(hint=True), **GRADIENT_STEP, beta=0.5
     )
-    (teacher,) = trainer._teacher_models.references.values()
+    (teacher,) = trainer.teaching.models.references.values()
     assert teacher.own_weights() == {}
     assert teacher.model is None
     base = exact(tiny_models.language_model("qwen2"))
@@ -185,7 +185,7 @@ def test_the_policys_own_weights_as_teacher(kind: str, tmp_path: Path) -> None:
 
 def test_another_adapter_on_the_same_base(tmp_path: Path) -> None:
     trainer = make(tmp_path, saved_adapter(tmp_path / "teacher"), peft_config=LORA, **GRADIENT_STEP)
-    (teacher,) = trainer._teacher_models.references.values()
+    (teacher,) = trainer.teaching.models.references.values()
     assert teacher.model is None
     trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
     assert trained
@@ -791,7 +791,7 @@ def test_a_prompt_that_several_responses_share_is_read_once_by_each_side(
     batches = trainer._generations.buffer
     if place == "reward":
         whole = Samples.joined(batches)
-        trainer._teachers.log_probs(whole, tiny.PAD, torch.device("cpu"), PassLimit(24))
+        trainer.teaching.teachers.log_probs(whole, tiny.PAD, torch.device("cpu"), PassLimit(24))
         batches = [whole]
     else:
         assert len(batches) == 3

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fastrl.config import PPOConfig
 from fastrl.learn.experience import Experience
 from fastrl.learn.samples import teacher_batch
 from fastrl.learn.scorer import Scorer
-from fastrl.learn.teacher import Teachers, TeacherSettings
+from fastrl.learn.teacher import TeacherSettings
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.samples import Samples
-from fastrl.trainers.teachers import SCALED, TeacherModels, teachers_of
+from fastrl.trainers.teachers import SCALED, TeacherModels, Teaching, teachers_of
 
 
 def checked_teachers(
@@ -73,32 +72,8 @@ def teacher_settings(config: PPOConfig) -> TeacherSettings:
     )
 
 
-class Teaching:
-    """Gives a step's experience what its teachers have to say.
-
-    Args:
-        models: the teachers' models; ``teachers`` runs them.
-        in_reward: whether they are in the rewards, and not in the loss.
-        pad_token: the id that pads.
-
-    Attributes:
-        in_loss: the teachers, where the loss has their term; else None.
-    """
-
-    def __init__(
-        self,
-        models: TeacherModels,
-        teachers: Teachers,
-        in_reward: bool,
-        pad_token: int,
-        device: torch.device,
-    ):
-        self.models, self.teachers, self.in_reward = models, teachers, in_reward
-        self.pad_token, self.device = pad_token, device
-
-    @property
-    def in_loss(self) -> Teachers | None:
-        return None if self.in_reward else self.teachers
+class StepTeaching(Teaching):
+    """Gives a step's experience what its teachers have to say."""
 
     def limit_passes(self, tokens: int | None) -> None:
         """Limits the tokens of a teacher's forward pass in the loss."""
@@ -124,9 +99,7 @@ class Teaching:
         for attempt in scorer.slices(min(scorer.limit.samples, len(samples))):
             with attempt as size:
                 limit = scorer.limit._replace(samples=size)
-                found = self.teachers.log_probs(
-                    samples, self.pad_token, self.device, limit, shared=True
-                )
+                found = self.log_probs(samples, limit, shared=True)
         return scored.tokens.placed(found)
 
     def rewards(self, scored: Experience) -> tuple[Tensor, dict[str, Tensor]]:
@@ -135,4 +108,4 @@ class Teaching:
         apart = scored.logprobs - scored.teacher_logprobs
         samples = scored.tokens.mask.any(-1).sum()
         statistics = {"objective/teacher_kl": apart.sum() / samples}
-        return -self.teachers.settings.coef * apart, statistics
+        return self.reward_of(apart), statistics
