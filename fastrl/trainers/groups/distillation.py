@@ -57,6 +57,7 @@ class DistillationTrainer(OnlineTrainer):
     method = Method("on-policy distillation", ("distillation",))
     needs_old: ClassVar[bool] = False
     needs_rewards: ClassVar[bool] = False
+    order: ClassVar[str] = "together"  # with rewards, batches of mixed groups are the method's
     divides_loss: ClassVar[bool] = False
 
     def __init__(

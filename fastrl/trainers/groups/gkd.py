@@ -52,7 +52,7 @@ class GKDTrainer(DistillationTrainer):
 
     config: ClassVar[type] = GKDConfig
     _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
-    shuffles: ClassVar[bool] = False  # a draw says who writes a whole batch
+    order: ClassVar[str] = "as sampled"  # a draw says who writes a whole batch
     method = Method("generalised knowledge distillation", ("gkd",))
 
     def __init__(

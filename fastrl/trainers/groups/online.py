@@ -103,7 +103,7 @@ class OnlineTrainer(BaseTrainer, ABC):
     rehearsed_as = rehearse.ONLINE
     needs_old: ClassVar[bool]  # whether old log-probs are read even where all ratios are 1
     needs_rewards: ClassVar[bool] = True
-    shuffles: ClassVar[bool] = True  # whether a generation's responses are shuffled into batches
+    order: ClassVar[str] = "shuffled"  # by which responses get into batches, one of ORDERS
     learns_kl: ClassVar[bool] = False  # whether rewards hold the KL of the old log-probs
     # Whether TRL's _compute_loss itself divides by the number of batches of an optimizer step.
     divides_loss: ClassVar[bool]
@@ -210,7 +210,8 @@ class OnlineTrainer(BaseTrainer, ABC):
             )
         # A subclass that computes log-probs runs forward passes whose routing nobody reads.
         self._routes = LOGPROBS not in self.overrides and follow_routers(model) > 0
-        self._generations = Generations(args.seed, args.steps_per_generation, args.num_iterations)
+        batches = args.steps_per_generation, args.num_iterations
+        self._generations = Generations(args.seed, *batches, self.order)
         self.shown: list[ShownSamples] | None = None
         self._seconds = 0.0  # that this optimizer step has taken so far
         args.remove_unused_columns = False
@@ -536,10 +537,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         if not self.model.training:
             return self.responses_to(batch, "eval")
         if self._generations.is_due():
-            # With rewards, batches of mixed groups are part of the method.
-            responses = self.responses_to(batch, "train")
-            together = self._loss.only_teachers
-            self._generations.take(responses, together=together, shuffles=self.shuffles)
+            self._generations.take(self.responses_to(batch, "train"))
             self._rollouts.backend.before_update()
         return self._generations.batch()
 
