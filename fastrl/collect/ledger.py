@@ -134,7 +134,7 @@ def teacher_columns(
     names: Sequence[str],
     numbers: Sequence[int] | None,
     prompt_ids: Sequence[Tensor] | None,
-    logprobs: Lists | None,
+    logprobs: Lists | Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Returns a step's columns of :func:`fastrl.run.ledger.teacher_fields`.
 
@@ -142,7 +142,8 @@ def teacher_columns(
         names: the names of the teachers.
         numbers: the number of each sample's teacher; None: all have the same one.
         prompt_ids: what teachers read in place of the prompts; None: the prompts.
-        logprobs: the teachers', of the tokens that are learned; None: they are not known.
+        logprobs: the teachers', of the tokens that are learned; None, or None in a list of arrays:
+            they are not known.
     """
     return {
         "teacher": None if numbers is None else [names[i] for i in numbers],

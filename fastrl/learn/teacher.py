@@ -127,14 +127,17 @@ class Teachers:
         limit: PassLimit,
         *,
         shared: bool = False,
+        learned: bool = True,
     ) -> list[Tensor]:
         """Log-probs [L] of each response by its teacher, on the host, 0 for tokens that are not
-        learned; NaN or infinite where a teacher has no number, which is warned of. All processes
-        call it together.
+        learned, and where the teacher is a function; NaN or infinite where a teacher has no number.
+        All processes call it together.
 
         Args:
             limit: the most samples and tokens of a forward pass.
             shared: whether all processes have the same samples, and each runs a share of them.
+            learned: whether they are learned from: then :attr:`left_out` counts responses without a
+                number, which are warned of.
         """
         batch = teacher_batch(samples, pad_token)
         if batch is None:
@@ -142,6 +145,8 @@ class Teachers:
         numbers = batch.teachers or [0] * len(batch)
         found = [torch.zeros(len(mask)) for mask in samples.learned]
         for number, reference in enumerate(self.references):
+            if isinstance(reference, AskedTeacher):
+                continue
             chosen = [i for i, which in enumerate(numbers) if which == number]
             part = replace(batch.select(chosen or [0]), padding=self._padding[number]())
             score = scores_of(reference.score, temperature=self.settings.temperature, values=False)
@@ -155,7 +160,7 @@ class Teachers:
             for i, each in zip(chosen, to_column(own, of_tokens), strict=False):
                 found[i] = each
             broken = [i for i in chosen if not bool(found[i].isfinite().all())]
-            if broken:
+            if broken and learned:
                 self._leave_out(number, "log-probs", broken, len(chosen))
         return found
 

@@ -600,7 +600,8 @@ class Teaching:
 
     def log_probs(self, samples: Samples, limit: PassLimit, *, shared: bool) -> list[Tensor]:
         """Log-probs of the responses' tokens by their teachers, see :meth:`Teachers.log_probs`."""
-        return self.teachers.log_probs(samples, self.pad_token, self.device, limit, shared=shared)
+        options = {"shared": shared, "learned": self.in_reward}
+        return self.teachers.log_probs(samples, self.pad_token, self.device, limit, **options)
 
     def reward_of(self, apart: Tensor) -> Tensor:
         """The part of the rewards that tokens have by log π_old - log π_teacher, ``apart``."""

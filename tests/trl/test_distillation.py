@@ -449,7 +449,7 @@ def test_a_teacher_in_the_reward(kind: str, hint: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_the_ledger_has_what_a_teacher_read_and_said(kind: str, tmp_path: Path) -> None:
-    """In the sampled form its log-probs, too: in the loss it runs when rows are written."""
+    """Its log-probs of the sampled tokens, too, whether it is in the rewards or in the loss."""
     teacher, settings = another(), {"train_dataset": prompts(hint=True), "ledger": True}
     for place in ("reward", "loss"):
         given = {"teacher_kl_coef": 0.5, "teacher_kl_in": place, "beta": 0.0, **settings}
@@ -464,11 +464,32 @@ def test_the_ledger_has_what_a_teacher_read_and_said(kind: str, tmp_path: Path) 
             with torch.no_grad():
                 of_all = log_probs(exact(teacher), read, response)
             said = of_all.gather(1, response[:, None])[:, 0].float()
-            if place == "loss":
-                assert row["teacher_logprobs"] is None
-            else:
-                found = torch.tensor(row["teacher_logprobs"])
-                torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-4)
+            found = torch.tensor(row["teacher_logprobs"])
+            torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-4)
+
+
+def test_the_ledger_has_no_log_probs_of_functions(tmp_path: Path) -> None:
+    def says(prompt_ids: list, completion_ids: list, **_: Any) -> list:
+        lengths = map(len, completion_ids)
+        return [(torch.zeros(n, 1, dtype=torch.long), torch.zeros(n, 1)) for n in lengths]
+
+    teacher = another()
+    data = prompts(of=["a", "b"] * 4)
+    settings = {"teacher_column": "of", "temperature": 0.7, "ledger": True}
+    trainer = make(tmp_path, {"a": teacher, "b": says}, train_dataset=data, **settings)
+    trainer.train()
+    rows = read_ledger(tmp_path / "ledger").to_pylist()
+    assert {row["teacher"] for row in rows} == {"a", "b"}
+    for row in rows:
+        if row["teacher"] == "b":
+            assert row["teacher_logprobs"] is None
+            continue
+        ids, response = (torch.tensor(row[x]) for x in ("prompt_ids", "completion_ids"))
+        with torch.no_grad():
+            said = log_probs(exact(teacher), ids, response, 0.7)
+        said = said.gather(1, response[:, None])[:, 0].float()
+        found = torch.tensor(row["teacher_logprobs"])
+        torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-4)
 
 
 def test_models_of_two_dtypes_and_autocast(tmp_path: Path) -> None:
@@ -712,16 +733,21 @@ def test_a_teacher_without_a_coefficient_is_refused(tmp_path: Path) -> None:
         online(tmp_path, "grpo", another())
 
 
-def test_nothing_is_learned_of_a_teacher_where_it_has_no_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ledger", [False, True])
+def test_nothing_is_learned_of_a_teacher_where_it_has_no_numbers(
+    ledger: bool, tmp_path: Path
+) -> None:
     """It breaks on one word, which one of the prompts has."""
     teacher = another()
     with torch.no_grad():
         teacher.get_input_embeddings().weight[12].fill_(torch.nan)
     data = Dataset.from_dict({"prompt": ["w3 w4", "w12 w4", "w5 w4", "w6 w4"]})
-    trainer = make(tmp_path, teacher, train_dataset=data, shuffle_dataset=False, padding_free=False)
+    settings = {"shuffle_dataset": False, "padding_free": False, "ledger": ledger}
+    trainer = make(tmp_path, teacher, train_dataset=data, **settings)
     with pytest.warns(UserWarning, match="are not finite in 1 of 4 responses of a pass"):
         trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
+    assert trainer.state.log_history[0]["teacher_nonfinite"] == 0.25
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 

@@ -701,9 +701,8 @@ class OnlineTrainer(BaseTrainer, ABC):
             if learnable.old_logprobs is not None:
                 triples = zip(learnable.old_logprobs, ref, masks, strict=True)
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
-        if kl is not None:
-            self._metrics[mode].add(self._kl_metric(learnable))
-            kl = self.kl_coef * kl
+                kl = self.kl_coef * kl
+                self._metrics[mode].add(self._kl_metric(learnable))
         if rewarding is not None:
             kl = rewarding.priced(learnable, limit, self._metrics[mode], self.learns_kl, kl)
         if kl is not None:
@@ -722,6 +721,8 @@ class OnlineTrainer(BaseTrainer, ABC):
 
     def _enter(self, collected: Samples, learnable: Samples, advantages: Tensor) -> None:
         """Enters the responses of all processes into the ledger."""
+        if self.teaching is not None:
+            learnable = self.teaching.noted(learnable)
         recorded = collected.recorded().without("columns", "completions", "noted")
         further = ("learned", "teachers", "teacher_prompt_ids", "teacher_logprobs")
         recorded = replace(recorded, **{name: getattr(learnable, name) for name in further})

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.collect.ledger import teacher_columns
-from fastrl.learn.samples import learned_counts, of_learned
+from fastrl.learn.samples import of_learned
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.scoring import PassLimit
 from fastrl.rewards.identity import identities_of
-from fastrl.run.ledger import Lists
 from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.samples import Samples
 from fastrl.trainers.groups.log_probs import ResponseScorer
@@ -151,13 +150,26 @@ class GroupTeaching(Teaching):
         metrics.pool({"teacher_nonfinite": share})
         self.teachers.left_out = 0
 
+    def noted(self, samples: Samples) -> Samples:
+        """The samples with their teachers' log-probs, for a ledger."""
+        if self.in_reward:
+            return samples
+        args = self.models.args
+        limit = PassLimit(args.per_device_train_batch_size, args.micro_batch_tokens)
+        return replace(samples, teacher_logprobs=self.log_probs(samples, limit, shared=False))
+
     def columns(self, samples: Samples) -> dict[str, Any]:
-        """The ledger's columns of the samples of all processes."""
-        logprobs, known = samples.teacher_logprobs, None
-        if logprobs is not None:
-            known = Lists(of_learned(samples, logprobs).numpy(), learned_counts(samples))
-        names = list(self.models.references)
-        return teacher_columns(names, samples.teachers, samples.teacher_prompt_ids, known)
+        """The ledger's columns of the :meth:`noted` samples of all processes."""
+        names, numbers = list(self.models.references), samples.teachers
+        logprobs, asked = samples.teacher_logprobs, self.models.functions
+        assert logprobs is not None
+        known = [
+            None if names[number] in asked else x[mask].numpy()
+            for number, x, mask in zip(
+                numbers or [0] * len(samples), logprobs, samples.learned, strict=True
+            )
+        ]
+        return teacher_columns(names, numbers, samples.teacher_prompt_ids, known)
 
     def code(self) -> dict[str, Any]:
         """Hashes of the teachers that are functions."""

@@ -212,6 +212,8 @@ class Loop:
             trainer.own_code,
             () if trainer.teaching is None else list(trainer.teaching.models.references),
         )
+        if trainer.teaching is not None:
+            trainer.teaching.noted = self.processes.any(self.ledger is not None)
         self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
         if config.critic_warmup_steps >= self.begun_at + steps:
             warnings.warn(

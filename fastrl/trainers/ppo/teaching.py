@@ -73,7 +73,13 @@ def teacher_settings(config: PPOConfig) -> TeacherSettings:
 
 
 class StepTeaching(Teaching):
-    """Gives a step's experience what its teachers have to say."""
+    """Gives a step's experience what its teachers have to say.
+
+    Attributes:
+        noted: whether a ledger notes the teachers' log-probs.
+    """
+
+    noted: bool = False
 
     def limit_passes(self, tokens: int | None) -> None:
         """Limits the tokens of a teacher's forward pass in the loss."""
@@ -82,7 +88,8 @@ class StepTeaching(Teaching):
 
     def __call__(self, scored: Experience, samples: Samples, scorer: Scorer) -> Experience:
         """The scored batch with the responses behind their teachers' prompts, and where rewards
-        have them with the teachers' log-probs. All processes call it with the same samples.
+        have them, or a ledger, with the teachers' log-probs. All processes call it with the same
+        samples.
 
         Args:
             scorer: has the limits of forward passes, and halves them where memory runs out.
@@ -91,7 +98,8 @@ class StepTeaching(Teaching):
         tokens = teacher_batch(samples, self.pad_token)
         if tokens is not None:
             tokens = tokens.to(self.device)
-        logprobs = self._logprobs(scored, samples, scorer) if self.in_reward else None
+        reads = self.in_reward or self.noted
+        logprobs = self._logprobs(scored, samples, scorer) if reads else None
         return replace(scored, teacher_tokens=tokens, teacher_logprobs=logprobs)
 
     def _logprobs(self, scored: Experience, samples: Samples, scorer: Scorer) -> Tensor:
