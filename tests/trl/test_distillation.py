@@ -522,7 +522,7 @@ def test_the_run_folder_tells_of_teachers(tmp_path: Path) -> None:
     card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
     assert "on-policy distillation" in card
     assert "a, b" in card
-    with pytest.raises(BadCheckpoint, match="make the trainer with the teachers that the run"):
+    with pytest.raises(BadCheckpoint, match="whose teachers differ: make the trainer with"):
         make(
             tmp_path,
             {"a": another(1), "b": another(3)},
