@@ -573,6 +573,25 @@ def test_nothing_is_learned_of_a_teacher_where_it_has_no_numbers(
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
+def test_the_host_reads_a_teachers_numbers_once_the_students_pass_has_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read = []
+
+    def later(x: Tensor) -> Callable[[], Tensor]:
+        return lambda: read.append(x) or x
+
+    monkeypatch.setattr("fastrl.learn.teacher.later_on_host", later)
+    trainer = make(tmp_path, another())
+    trainer.train()
+    read.clear()
+    (given,) = trainer._passes(trainer.model, trainer._generations.buffer[0], "train")
+    trainer.compute_loss(trainer.model, given)
+    assert not read
+    trainer._note([given], "train")
+    assert len(read) == 1
+
+
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_rewards_are_without_a_teacher_that_has_no_numbers(kind: str, tmp_path: Path) -> None:
     """Its responses are left out; the advantages of the others have the teacher's part."""

@@ -146,6 +146,7 @@ class GroupTeaching(Teaching):
 
     def note_left_out(self, count: int, metrics: MetricMeans) -> None:
         """Logs the share of ``count`` responses for which a teacher has no numbers."""
+        self.teachers.tell()
         share = torch.tensor(float(self.teachers.left_out)), torch.tensor(float(count))
         metrics.pool({"teacher_nonfinite": share})
         self.teachers.left_out = 0

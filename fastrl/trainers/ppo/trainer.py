@@ -500,6 +500,8 @@ class PPOTrainer:
                 except NonFiniteExperience as error:
                     error.samples = self.nonfinite.experience(batch, scored, rewards)
                     raise
+        if self.teaching is not None:
+            self.teaching.teachers.tell()
         with clock("calc_stats"):
             result = self.record_step_stats(
                 kl_coef=self.kl_ctl.value,
