@@ -99,7 +99,7 @@ class Samples:
             none; sampler_weights: weights by which the loss corrects for that engine.
         teacher_prompt_ids: the prompts behind which teachers read the responses, as token ids;
             None: teachers, if any, read the policy's.
-        teacher_logprobs: log-probs of the teachers, [L], where rewards have them.
+        teacher_logprobs: log-probs of the teachers, [L], where rewards or a ledger have them.
         token_advantages: what a token's advantage has beside its sample's, [L].
         likely_ids, likely_logprobs: tokens and their log-probs by teachers that are functions,
             [L, K]; K is 0 for samples that have another teacher.

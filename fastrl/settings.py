@@ -121,13 +121,15 @@ def refusals(config: Any) -> dict[str, tuple[Any, str]]:
 
 
 def check_refused(config: Any) -> None:
-    """Raises ValueError for a setting that is not honoured, named with its remedy."""
+    """Raises ValueError for a setting that is not honoured, named with its remedy: as the flag that
+    it is where the class, of a command's settings, is ``of_command``."""
     for name, (default, remedy) in refusals(config).items():
         value = getattr(config, name)
-        if value != default:
-            raise ValueError(
-                f"{name}={value!r} is not supported by {type(config).__name__}: {remedy}"
-            )
+        if value == default:
+            continue
+        if getattr(config, "of_command", False):
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not supported: {remedy}")
+        raise ValueError(f"{name}={value!r} is not supported by {type(config).__name__}: {remedy}")
 
 
 class _Likeness(str):

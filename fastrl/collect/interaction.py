@@ -48,6 +48,14 @@ class Interaction:
         """The reward functions of environments."""
         return [] if self.environments is None else self.environments.rewards
 
+    def refuse_beside(self, rollout_func: Any) -> None:
+        """Raises ValueError for a ``rollout_func`` beside tools or environments."""
+        if rollout_func is not None and self:
+            raise ValueError(
+                "rollout_func takes the place of sampling, and tools and environment_factory are "
+                "part of it: leave them out, and mark the policy's tokens by an env_mask"
+            )
+
     def read_by(self, tokenizer: Any, template: Mapping[str, Any]) -> None:
         """Finds out how the tokenizer's model calls tools.
 

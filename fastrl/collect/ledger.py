@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.learn.samples import learned_counts
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 from fastrl.samples import Samples
@@ -48,7 +49,7 @@ class GenerationLedger:
         generation: int,
         samples: Samples,
         weights_version: int,
-        advantages: Lists | None = None,
+        advantages: Tensor | None = None,
         of_teachers: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Adds the responses of a generation, counted from 1.
@@ -56,10 +57,14 @@ class GenerationLedger:
         Args:
             samples: samples of all processes.
             weights_version: optimizer steps before the samples were drawn.
-            advantages: advantages of the tokens that are learned.
+            advantages: each sample's, which its tokens that are learned have, [B].
             of_teachers: see :func:`teacher_columns`.
         """
-        columns = ledger_columns(samples, weights_version, advantages, self.temperature)
+        of_tokens = None
+        if advantages is not None:
+            counts = learned_counts(samples)
+            of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
+        columns = ledger_columns(samples, weights_version, of_tokens, self.temperature)
         del columns["prompt_row"]  # a loader yields rows without their number
         self.ledger.add(generation, {**columns, **of_teachers})
 
@@ -129,7 +134,7 @@ def teacher_columns(
     names: Sequence[str],
     numbers: Sequence[int] | None,
     prompt_ids: Sequence[Tensor] | None,
-    logprobs: Lists | None,
+    logprobs: Lists | Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Returns a step's columns of :func:`fastrl.run.ledger.teacher_fields`.
 
@@ -137,7 +142,8 @@ def teacher_columns(
         names: the names of the teachers.
         numbers: the number of each sample's teacher; None: all have the same one.
         prompt_ids: what teachers read in place of the prompts; None: the prompts.
-        logprobs: the teachers', of the tokens that are learned; None: they are not known.
+        logprobs: the teachers', of the tokens that are learned; None, or None in a list of arrays:
+            they are not known.
     """
     return {
         "teacher": None if numbers is None else [names[i] for i in numbers],

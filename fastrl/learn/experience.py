@@ -34,7 +34,7 @@ class Experience:
         chosen: 1 or 0, which tokens the policy learns from; None: all, or those that the
             objective's ``top_entropy`` chooses.
         sampled: the sampler's log-probs, where the loss reads them.
-        teacher_logprobs: the teachers', where rewards have them.
+        teacher_logprobs: the teachers', where rewards or a ledger have them.
         weights: weights of each sample's tokens; None: 1.
         of_samples: how often each sample counts; None: once.
         of_responses: each sample's advantage, where all its tokens have the same.

@@ -24,6 +24,7 @@ from fastrl.learn.experience import Experience, repeated_at_tokens
 from fastrl.learn.ref_model import RefModel
 from fastrl.learn.samples import teacher_batch, to_column, token_batch
 from fastrl.learn.scorer import in_passes, scores_of, scoring_request, shares_of
+from fastrl.models.host_memory import later_on_host
 from fastrl.models.scoring import PassLimit, TeacherTerm
 from fastrl.models.sharding import is_spread
 from fastrl.run.processes import Processes
@@ -52,7 +53,7 @@ class Teachers:
 
     Attributes:
         left_out: how many samples had no number of their teacher, so that nothing was learned of
-            it; the trainer that logs them counts from 0 again.
+            it, as far as :meth:`tell` told; the trainer that logs them counts from 0 again.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Teachers:
         self.settings, self.autocast, self.processes = settings, autocast, processes
         self._padding = padding
         self.left_out = 0
+        self._untold: list[tuple[Callable[[], Tensor], int, Sequence[int]]] = []
 
     def terms(
         self, part: Experience, v: Tensor | None, denominator: Tensor | float
@@ -76,6 +78,7 @@ class Teachers:
         Args:
             v: weights of each sample's tokens, [B]; None: 1.
         """
+        self.tell()
         tokens = part.teacher_tokens
         if tokens is None:
             tokens = replace(part.tokens, experts=None, boundaries=None)
@@ -127,14 +130,17 @@ class Teachers:
         limit: PassLimit,
         *,
         shared: bool = False,
+        learned: bool = True,
     ) -> list[Tensor]:
         """Log-probs [L] of each response by its teacher, on the host, 0 for tokens that are not
-        learned; NaN or infinite where a teacher has no number, which is warned of. All processes
-        call it together.
+        learned, and where the teacher is a function; NaN or infinite where a teacher has no number.
+        All processes call it together.
 
         Args:
             limit: the most samples and tokens of a forward pass.
             shared: whether all processes have the same samples, and each runs a share of them.
+            learned: whether they are learned from: then :attr:`left_out` counts responses without a
+                number, which are warned of.
         """
         batch = teacher_batch(samples, pad_token)
         if batch is None:
@@ -142,6 +148,8 @@ class Teachers:
         numbers = batch.teachers or [0] * len(batch)
         found = [torch.zeros(len(mask)) for mask in samples.learned]
         for number, reference in enumerate(self.references):
+            if isinstance(reference, AskedTeacher):
+                continue
             chosen = [i for i, which in enumerate(numbers) if which == number]
             part = replace(batch.select(chosen or [0]), padding=self._padding[number]())
             score = scores_of(reference.score, temperature=self.settings.temperature, values=False)
@@ -155,7 +163,7 @@ class Teachers:
             for i, each in zip(chosen, to_column(own, of_tokens), strict=False):
                 found[i] = each
             broken = [i for i in chosen if not bool(found[i].isfinite().all())]
-            if broken:
+            if broken and learned:
                 self._leave_out(number, "log-probs", broken, len(chosen))
         return found
 
@@ -202,20 +210,29 @@ class Teachers:
         counts: Tensor,
         names: Sequence[int],
     ) -> tuple[TeacherHead, Tensor | None]:
-        """The head and weights of tokens, without samples whose states are not all finite. The
-        samples' numbers in their batch are ``names``."""
+        """The head and weights of tokens, without samples whose states are not all finite, of which
+        :meth:`tell` tells. The samples' numbers in their batch are ``names``."""
         broken = ~head.hidden.isfinite().all(-1)
-        if not bool(broken.any()):
-            return head, weights
         places = torch.arange(len(counts), device=counts.device)
         sample = repeated_at_tokens(places, counts, len(broken))
-        out = torch.zeros(len(counts), dtype=torch.bool, device=counts.device)
-        out = out.index_fill(0, sample[broken], True)[sample]
-        which = [names[i] for i in sample[out].unique().tolist()]
-        self._leave_out(number, "hidden states", which, int((counts > 0).sum()))
+        of_samples = torch.zeros_like(counts).index_add_(0, sample, broken.long()) > 0
+        self._untold.append((later_on_host(torch.stack([of_samples, counts > 0])), number, names))
+        if self.settings.raises:
+            self.tell()
+        out = of_samples[sample]
         weights = torch.ones_like(out, dtype=torch.float32) if weights is None else weights
-        hidden = head.hidden.masked_fill(out[:, None], 0.0)
-        return head._replace(hidden=hidden), weights.masked_fill(out, 0.0)
+        head.hidden.masked_fill_(out[:, None], 0.0)
+        return head, weights.masked_fill(out, 0.0)
+
+    def tell(self) -> None:
+        """Warns of samples of the passes so far that were left out; or raises FloatingPointError.
+        The host waits for the teachers of these passes, and not for what runs behind them."""
+        untold, self._untold = self._untold, []
+        for read, number, names in untold:
+            out, counting = read()
+            if bool(out.any()):
+                which = [name for name, broken in zip(names, out.tolist(), strict=True) if broken]
+                self._leave_out(number, "hidden states", which, int(counting.sum()))
 
     def _leave_out(self, number: int, what: str, which: Sequence[int], of: int) -> None:
         """Counts samples that a teacher has no number for, and warns; or raises

@@ -40,6 +40,22 @@ def to_host(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return on_host.copy_(x)
 
 
+def later_on_host(x: Tensor) -> Callable[[], Tensor]:
+    """Begins to copy a tensor to the host's memory, behind a GPU's work so far; returns a function
+    that waits for this copy, and not for later work, and returns it."""
+    if x.device.type != "cuda":
+        return lambda: x
+    on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return on_host
+
+    return read
+
+
 def in_host_memory() -> AbstractContextManager[None]:
     """Context for code that makes tensors in host memory, which a listener may count."""
     listener = _listener.get()

@@ -310,8 +310,9 @@ def check_identity(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
         their = theirs.get(name)
         if their != our:
             shown = "" if len(str(our)) > 40 else f" ({their}, here {our})"
+            differs = "differ" if name.endswith("s") else "differs"
             raise BadCheckpoint(
-                f"resume: the checkpoint is of another run, whose {name} differs{shown}: "
+                f"resume: the checkpoint is of another run, whose {name} {differs}{shown}: "
                 f"{_REMEDIES[name]}"
             )
 

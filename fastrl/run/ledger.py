@@ -68,8 +68,8 @@ def teacher_fields() -> dict[str, pa.DataType]:
     return {
         "teacher": pa.string(),  # its name; null where there is one
         "teacher_prompt_ids": pa.list_(pa.int32()),  # null where teachers read the prompts
-        # At the policy's temperature, of the tokens that advantages are of; null where teachers are
-        # in the loss, which they join when a row is written already.
+        # At the policy's temperature, of the tokens that advantages are of; null where the teacher
+        # is a function.
         "teacher_logprobs": pa.list_(pa.float32()),
     }
 

@@ -387,8 +387,8 @@ def _named_teacher(stage: Stage) -> Skeleton | str | None:
 
 def _taught_by(trainer: Any) -> list[Any]:
     """The references that a trainer's teachers are."""
-    models = trainer._teacher_models
-    return [] if models is None else list(models.references.values())
+    teaching = trainer.teaching
+    return [] if teaching is None else list(teaching.models.references.values())
 
 
 def _teachers(trainer: Any) -> dict[str, Any]:
@@ -400,9 +400,9 @@ def _teachers(trainer: Any) -> dict[str, Any]:
             return ADAPTER
         return None if reference.model is None or reference.why else Skeleton.of(reference.model)
 
-    models = trainer._teacher_models
-    if models is None:
+    if trainer.teaching is None:
         return {}
+    models = trainer.teaching.models
     skeletons = {name: planned(reference) for name, reference in models.references.items()}
     return {**skeletons, **dict.fromkeys(models.functions, likeliest)}
 
@@ -547,7 +547,7 @@ ONLINE = Surface(
     lambda trainer: _samples(trainer, 1, trainer.has_own_loss),
     lambda trainer: {
         "teachers": _teachers(trainer),
-        "teacher_prompt_tokens": getattr(trainer._teacher_prompts, "longest", None) or None,
+        "teacher_prompt_tokens": trainer.teaching and (trainer.teaching.prompts.longest or None),
     },
     arguments="config",
 )

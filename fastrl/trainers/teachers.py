@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +39,7 @@ from fastrl.models.adapters import TEACHER_ADAPTER
 from fastrl.models.layout import layout_of
 from fastrl.models.load import load_language_model, load_tokenizer
 from fastrl.models.model_files import ADAPTER_CONFIG, find_file, is_path
+from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import checksum
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
@@ -307,11 +307,6 @@ class TeacherModels:
             of_each.append(f"{name}: {reference.mode} {checksum(weights)}")
         return ", ".join(of_each)
 
-    def place(self, policy: Any, accelerator: Any) -> None:
-        """Moves the teachers to where they compute, once the policy is prepared."""
-        for reference in self.references.values():
-            reference.place(policy, accelerator)
-
     def separate(self, accelerator: Any) -> list[Any]:
         """The teachers that are models of their own, without wrappers."""
         of_own = (model_of(x, accelerator) for x in self.references.values())
@@ -402,23 +397,27 @@ class TeacherModels:
         most = self.args.micro_batch_tokens
         check_tokens(most, list(map(len, prompts)), list(map(len, responses)), name_of)
 
-    def made(
+    def placed(
         self,
+        policy: Any,
+        accelerator: Any,
         settings: TeacherSettings,
-        device: torch.device,
         lowest: torch.dtype,
         own_padding: Callable[[], Padding],
-        autocast: Callable[[], AbstractContextManager],
         processes: Processes,
     ) -> Teachers:
-        """The teachers, once their models are on their devices.
+        """Moves the teachers to where they compute, once the policy is prepared; returns what runs
+        them.
 
         Args:
             lowest: the lowest precision in which forward passes compute.
             own_padding: returns how the policy's batches are laid out.
         """
+        for reference in self.references.values():
+            reference.place(policy, accelerator)
         asks = lambda: self.args.padding_free  # noqa: E731
-        packing = device, lowest, autocast, processes.any, asks
+        autocast = accelerator.autocast
+        packing = accelerator.device, lowest, autocast, processes.any, asks
 
         def padding_of(reference: RefModel) -> Callable[[], Padding]:
             if reference.model is None:
@@ -577,6 +576,36 @@ class TeacherPrompts:
                 room.check(each, names[i])
             known[keys[i]] = each
         return [known[key] for key in keys]
+
+
+class Teaching:
+    """Teachers that run, and how a policy learns of them.
+
+    Args:
+        models: the teachers' models; ``teachers`` runs them.
+        pad_token: the id that pads.
+
+    Attributes:
+        in_reward: whether they are in the rewards, and not in the loss.
+        in_loss: the teachers, where the loss has their term; else None.
+    """
+
+    def __init__(
+        self, models: TeacherModels, teachers: Teachers, pad_token: int, device: torch.device
+    ):
+        self.models, self.teachers = models, teachers
+        self.pad_token, self.device = pad_token, device
+        self.in_reward = models.args.teacher_kl_in == "reward"
+        self.in_loss = None if self.in_reward else teachers
+
+    def log_probs(self, samples: Samples, limit: PassLimit, *, shared: bool) -> list[Tensor]:
+        """Log-probs of the responses' tokens by their teachers, see :meth:`Teachers.log_probs`."""
+        options = {"shared": shared, "learned": self.in_reward}
+        return self.teachers.log_probs(samples, self.pad_token, self.device, limit, **options)
+
+    def reward_of(self, apart: Tensor) -> Tensor:
+        """The part of the rewards that tokens have by log π_old - log π_teacher, ``apart``."""
+        return -self.teachers.settings.coef * apart
 
 
 def _kind_of(model: Any) -> str:

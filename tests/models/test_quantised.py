@@ -372,7 +372,7 @@ def test_a_run_resumes_on_its_base_and_on_no_other(policy, tmp_path):
 
     run(1)
     resumed = run(2, resume=True)
-    with pytest.raises(ValueError, match="whose frozen weights differs"):
+    with pytest.raises(ValueError, match="whose frozen weights differ:"):
         run(3, resume=True, nested=True)
     trainer = ppo(policy())
     trainer.train(

@@ -14,7 +14,7 @@ from fastrl.alignment import DatasLoader
 from fastrl.collect.respond import Asked
 from fastrl.data.columns import KINDS, PROMPTS
 from fastrl.data.prompts import Prompts
-from fastrl.trainers.groups.online import asked_of
+from fastrl.trainers.groups.prompt_data import asked_of
 from tests import chat_tokenizer, tiny_models
 from tests.golden import tiny
 from tests.oracles.surfaces import quiet, trainer_and_config

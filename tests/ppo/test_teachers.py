@@ -2,14 +2,13 @@
 formulas in float64, resumed runs, replays, the ledger, plans, and what is refused."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import Tensor
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
@@ -23,22 +22,14 @@ from tests import seq2seq_models, tiny_models
 from tests.bits import bits, differing
 from tests.golden import tiny
 from tests.ppo.conftest import assert_learned_alike, make_batch, make_policy, parameters, perturbed
+from tests.taught import LORA, another, exact, log_probs, swapped
 
 RATE = 0.1
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the KL estimate is negative"),
     pytest.mark.filterwarnings("ignore:the LM head shares its weight with the embeddings"),
     pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
 ]
-
-
-def another(seed: int = 1, **changes: Any) -> Any:
-    """A teacher of another width."""
-    torch.manual_seed(seed)
-    return tiny_models.language_model(
-        "qwen2", 0.1 * seed, hidden_size=24, num_attention_heads=6, **changes
-    )
 
 
 def make(teacher: Any = None, policy: Any = None, **settings: Any) -> PPOTrainer:
@@ -54,16 +45,6 @@ def make(teacher: Any = None, policy: Any = None, **settings: Any) -> PPOTrainer
         PPOConfig(**given), policy, reference_model, tiny.tokenizer(), optimizer=optimizer,
         teacher_model=teacher,
     )  # fmt: skip
-
-
-def exact(model: Any) -> Any:
-    return copy.deepcopy(getattr(model, "pretrained_model", model)).double().eval()
-
-
-def log_probs(model: Any, prompt: Tensor, response: Tensor, temperature: float) -> Tensor:
-    """Of all tokens at each place of a response."""
-    logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1)
 
 
 def divergences(
@@ -361,8 +342,9 @@ def test_samples_of_a_run_are_drawn_again(kind: str, first: bool, tmp_path: Path
     assert found.identical
 
 
-def test_the_ledger_has_what_teachers_read_and_said(tmp_path: Path) -> None:
-    settings = {"teacher_kl_in": "reward", "old_logprobs": "recompute"}
+@pytest.mark.parametrize("place", ["reward", "loss"])
+def test_the_ledger_has_what_teachers_read_and_said(place: str, tmp_path: Path) -> None:
+    settings = {"teacher_kl_in": place, "old_logprobs": "recompute"}
     trainer, data = running("several", tmp_path, **settings)
     model = exact(trainer.teacher_models[0]), exact(trainer.teacher_models[1])
     train(trainer, data, tmp_path / "run", steps=1)
@@ -380,8 +362,6 @@ def test_the_ledger_has_what_teachers_read_and_said(tmp_path: Path) -> None:
         expected = logq.gather(1, response[:, None])[:, 0].float()
         found = torch.tensor(row["teacher_logprobs"])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    train(running("model", tmp_path)[0], data, tmp_path / "in the loss", steps=1)
-    assert read_ledger(tmp_path / "in the loss" / "ledger")["teacher_logprobs"].null_count == 4
     alone = PPOTrainer(PPOConfig(batch_size=4), make_policy(), None, tiny.tokenizer())
     train(alone, rows(hint=False), tmp_path / "alone", steps=1)
     names = read_ledger(tmp_path / "alone" / "ledger").column_names
@@ -451,20 +431,6 @@ def test_a_plan_counts_teachers(settings: dict[str, Any]) -> None:
 
 
 # What is refused, before anything changes.
-
-
-def swapped(folder: Path) -> str:
-    """A teacher saved with a tokenizer two of whose words are swapped."""
-    from tokenizers import Tokenizer
-
-    tokenizer = tiny.tokenizer()
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = state["model"]["vocab"]
-    words["w5"], words["w6"] = words["w6"], words["w5"]
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
-    another().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def of_another(_: Path) -> Any:

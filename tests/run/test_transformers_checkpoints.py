@@ -177,7 +177,7 @@ def tokenizer_with_another_token() -> Any:
     ({"family": "gpt_neox"}, r"whose model differs \(GPT2LMHeadModel, here GPTNeoX"),
     ({"vocab_size": 120}, r"whose vocabulary differs \(97, here 120\)"),
     ({"n_embd": 32}, r"whose transformer\.wte\.weight is float32 \[\d+, 16\], here .*, 32\]"),
-    ({"frozen": True}, "whose frozen weights differs: make the trainer"),
+    ({"frozen": True}, "whose frozen weights differ: make the trainer"),
     ({"peft_config": tiny_models.lora()}, "whose model differs"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(

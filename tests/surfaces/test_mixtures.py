@@ -460,7 +460,9 @@ def test_a_student_has_the_experts_of_its_rollouts_and_a_teacher_its_own(kind, p
             assert each.routing.statistics()["changed_choices"] > 0.1
         else:
             limit = PassLimit(len(samples))
-            found = trainer._teachers.log_probs(samples, tiny.PAD, torch.device("cpu"), limit)
+            found = trainer.teaching.teachers.log_probs(
+                samples, tiny.PAD, torch.device("cpu"), limit
+            )
             for x, y, sequence in zip(found, of_teacher, samples.sequences, strict=True):
                 torch.testing.assert_close(x, y.gather(1, sequence[:, None])[:, 0])
 

@@ -2,7 +2,6 @@
 teacher, prompts, resumed runs, what is refused."""
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer
+from peft import get_peft_model
 from torch import Tensor
 
 from fastrl import DistillationConfig, DistillationTrainer
@@ -25,13 +23,13 @@ from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_same_run, resumed, straight
 from tests.run.test_transformers_checkpoints import At
+from tests.taught import LORA, Likeliest, another, exact, log_probs, swapped
 from tests.trainers.conftest import GRADIENT_STEP, ONE_STEP
 from tests.trl.test_online import KINDS, advantages, logprobs, small_tokens
 
 SETTINGS: dict[str, Any] = {
     **ONE_STEP, "max_completion_length": 6, "logging_steps": 1, "gradient_checkpointing": False,
 }  # fmt: skip
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 def prompts(count: int = 8, hint: bool = False, **columns: Any) -> Dataset:
@@ -39,14 +37,6 @@ def prompts(count: int = 8, hint: bool = False, **columns: Any) -> Dataset:
     if hint:
         rows["privileged_context"] = [f"w{20 + i} w{30 + i}" for i in range(count)]
     return Dataset.from_dict(rows)
-
-
-def another(seed: int = 1, **changes: Any) -> Any:
-    """A teacher of another width."""
-    torch.manual_seed(seed)
-    return tiny_models.language_model(
-        "qwen2", 0.1 * seed, hidden_size=24, num_attention_heads=6, **changes
-    )
 
 
 def make(folder: Path, teacher: Any = None, model: Any = None, **settings: Any) -> Any:
@@ -76,13 +66,6 @@ def online(folder: Path, kind: str, teacher_model: Any = None, **settings: Any) 
     )
 
 
-def log_probs(model: Any, prompt: Tensor, response: Tensor, temperature: float = 1.0) -> Tensor:
-    """Of all tokens at each place of a response."""
-    ids = torch.cat([prompt, response])
-    logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1)
-
-
 def divergences(
     student: Any, teacher: Any, of: Samples, beta: float, temperature: float = 1.0
 ) -> Tensor:
@@ -95,10 +78,6 @@ def divergences(
             logq = log_probs(teacher, behind[i], response, temperature)
         found.append(reference.divergence(logp, logq, beta))
     return torch.cat(found)
-
-
-def exact(model: Any) -> Any:
-    return copy.deepcopy(model).double().eval()
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -152,7 +131,7 @@ def test_the_base_of_a_new_adapter_is_a_teacher_without_weights(tmp_path: Path) 
     trainer = make(
         tmp_path, peft_config=LORA, train_dataset=prompts(hint=True), **GRADIENT_STEP, beta=0.5
     )
-    (teacher,) = trainer._teacher_models.references.values()
+    (teacher,) = trainer.teaching.models.references.values()
     assert teacher.own_weights() == {}
     assert teacher.model is None
     base = exact(tiny_models.language_model("qwen2"))
@@ -185,7 +164,7 @@ def test_the_policys_own_weights_as_teacher(kind: str, tmp_path: Path) -> None:
 
 def test_another_adapter_on_the_same_base(tmp_path: Path) -> None:
     trainer = make(tmp_path, saved_adapter(tmp_path / "teacher"), peft_config=LORA, **GRADIENT_STEP)
-    (teacher,) = trainer._teacher_models.references.values()
+    (teacher,) = trainer.teaching.models.references.values()
     assert teacher.model is None
     trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
     assert trained
@@ -222,121 +201,6 @@ def test_several_teachers_chosen_by_a_column(tmp_path: Path) -> None:
     assert {0, 1} == set(samples.teachers)
     loss = torch.cat(of_each).mean()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
-
-
-class Likeliest:
-    """A teacher's K likeliest tokens as a function gives them, in float64; K is another one for
-    each completion."""
-
-    def __init__(self, temperature: float = 1.0):
-        self.model, self.temperature = exact(another()), temperature
-        self.asked: list[tuple[Any, Any, Any]] = []
-
-    @torch.no_grad()
-    def __call__(self, prompt_ids: Any, completion_ids: Any, **columns: Any) -> list[Any]:
-        self.asked.append((prompt_ids, completion_ids, columns))
-        found = []
-        for prompt, response in zip(prompt_ids, completion_ids, strict=True):
-            ids = [torch.tensor(x) for x in (prompt, response)]
-            top = log_probs(self.model, *ids, self.temperature).topk(2 + prompt[0] % 3)
-            found.append((top.indices.numpy(), top.values.tolist()))
-        return found
-
-
-@pytest.mark.parametrize("rest", ["bucket", "renormalised"])
-@pytest.mark.parametrize("hint", [False, True])
-def test_a_function_teaches_by_the_likeliest_tokens(rest: str, hint: bool, tmp_path: Path) -> None:
-    teacher = Likeliest(0.7)
-    data = prompts(hint=hint, level=[*range(8)])
-    trainer = make(
-        tmp_path, teacher, beta=0.3, temperature=0.7, train_dataset=data, teacher_rest=rest,
-        gradient_accumulation_steps=2, **GRADIENT_STEP,
-    )  # fmt: skip
-    start = exact(trainer.model)
-    trainer.train()
-    ((read, written, columns),) = teacher.asked  # of both batches at once
-    samples = Samples.joined(trainer._generations.buffer)
-    behind = samples.teacher_prompt_ids if hint else samples.prompt_ids
-    assert sorted(read) == sorted(x.tolist() for x in behind)
-    assert sorted(written) == sorted(x.tolist() for x in samples.sequences)
-    assert sorted(columns["level"]) == [*range(8)]
-    found = []
-    for i, response in enumerate(samples.sequences):
-        logp = log_probs(start, samples.prompt_ids[i], response, 0.7)
-        with torch.no_grad():
-            top = log_probs(teacher.model, behind[i], response, 0.7).topk(2 + int(behind[i][0]) % 3)
-        found.append(reference.top_divergence(logp, top.indices, top.values, 0.3, rest))
-    loss = torch.cat(found).mean()
-    loss.backward()
-    for name, weight in start.named_parameters():
-        step = (weight - dict(trainer.model.named_parameters())[name].double()).detach()
-        torch.testing.assert_close(step, weight.grad, rtol=2e-3, atol=2e-6, msg=name)
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
-
-
-def test_a_function_and_a_model_are_chosen_by_a_column(tmp_path: Path) -> None:
-    function, model = Likeliest(), another(2)
-    data = prompts(of=["a", "b", "b", "a"] * 2)
-    trainer = make(
-        tmp_path, {"a": function, "b": model}, train_dataset=data, teacher_column="of",
-        **GRADIENT_STEP,
-    )  # fmt: skip
-    start = exact(trainer.model)
-    trainer.train()
-    samples, found = trainer._generations.buffer[0], []
-    assert {0, 1} == set(samples.teachers)
-    assert set(function.asked[0][2]["of"]) == {"a"}
-    for i, number in enumerate(samples.teachers):
-        one = samples.select([i])
-        if number:
-            found.append(divergences(start, exact(model), one, 1.0))
-            continue
-        prompt, response = one.prompt_ids[0], one.sequences[0]
-        top = log_probs(function.model, prompt, response).topk(2 + int(prompt[0]) % 3)
-        logp = log_probs(start, prompt, response)
-        found.append(reference.top_divergence(logp, top.indices, top.values, 1.0, "bucket"))
-    loss = torch.cat(found).mean()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    assert "reference" in str(trainer.plan(8, 6))  # of the model; a function has no memory here
-
-
-def changed(change: Callable[[Tensor, Tensor], Any]) -> Callable[..., list[Any]]:
-    """A function that says something else of its second completion."""
-
-    def function(prompt_ids: Any, completion_ids: Any, **_: Any) -> list[Any]:
-        said: list[Any] = [
-            (torch.arange(3, 6).repeat(len(x), 1), torch.full((len(x), 3), -2.0))
-            for x in completion_ids
-        ]
-        said[1] = change(*said[1])
-        return said
-
-    return function
-
-
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda ids, x: None, "returned None for completion 1: a pair"),
-    (lambda ids, x: (ids, x[:, :2]), r"ids \(\d, 3\) and log-probs \(\d, 2\) for completion 1"),
-    (lambda ids, x: (ids[0], x[0]), r"both must be \(\d, K\), K tokens for each"),
-    (lambda ids, x: (x, x), "ids of torch.float32 for completion 1: they must be integers"),
-    (lambda ids, x: (ids + 93, x), r"a token outside of \[0, 97\) at token 0 of completion 1"),
-    (lambda ids, x: (ids * 0, x), "a token twice at token 0 of completion 1"),
-    (lambda ids, x: (ids, x + 2.5), "a log-prob above 0 at token 0 of completion 1"),
-    (lambda ids, x: (ids, x + 1.5), "probabilities with a sum above 1 at token 0"),
-    (lambda ids, x: (ids, x * torch.nan), "NaN at token 0 of completion 1"),
-    (lambda ids, x: (ids, x - torch.inf), "no token, so that nothing can be renormalised at"),
-])  # fmt: skip
-def test_what_a_function_must_not_say_is_named(change: Any, said: str, tmp_path: Path) -> None:
-    trainer = make(tmp_path, changed(change), teacher_rest="renormalised")
-    before = copy.deepcopy(trainer.model.state_dict())
-    with pytest.raises((TypeError, ValueError), match="teacher 'function' .*" + said):
-        trainer.train()
-    for name, weight in trainer.model.state_dict().items():
-        assert torch.equal(weight, before[name])
-    batch = {f"{of}_{what}": torch.full((1, 2), 3 if what == "ids" else 1)
-             for of in ("prompt", "completion") for what in ("ids", "mask")}  # fmt: skip
-    with pytest.raises(ValueError, match="and not of batches that are passed to compute_loss"):
-        trainer.compute_loss(trainer.model, batch)
 
 
 @pytest.mark.parametrize("kind", [
@@ -449,7 +313,7 @@ def test_a_teacher_in_the_reward(kind: str, hint: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_the_ledger_has_what_a_teacher_read_and_said(kind: str, tmp_path: Path) -> None:
-    """In the sampled form its log-probs, too: in the loss it runs when rows are written."""
+    """Its log-probs of the sampled tokens, too, whether it is in the rewards or in the loss."""
     teacher, settings = another(), {"train_dataset": prompts(hint=True), "ledger": True}
     for place in ("reward", "loss"):
         given = {"teacher_kl_coef": 0.5, "teacher_kl_in": place, "beta": 0.0, **settings}
@@ -464,11 +328,8 @@ def test_the_ledger_has_what_a_teacher_read_and_said(kind: str, tmp_path: Path) 
             with torch.no_grad():
                 of_all = log_probs(exact(teacher), read, response)
             said = of_all.gather(1, response[:, None])[:, 0].float()
-            if place == "loss":
-                assert row["teacher_logprobs"] is None
-            else:
-                found = torch.tensor(row["teacher_logprobs"])
-                torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-4)
+            found = torch.tensor(row["teacher_logprobs"])
+            torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-4)
 
 
 def test_models_of_two_dtypes_and_autocast(tmp_path: Path) -> None:
@@ -501,7 +362,7 @@ def test_the_run_folder_tells_of_teachers(tmp_path: Path) -> None:
     card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
     assert "on-policy distillation" in card
     assert "a, b" in card
-    with pytest.raises(BadCheckpoint, match="make the trainer with the teachers that the run"):
+    with pytest.raises(BadCheckpoint, match="whose teachers differ: make the trainer with"):
         make(
             tmp_path,
             {"a": another(1), "b": another(3)},
@@ -570,18 +431,6 @@ def test_a_context_is_a_text_content_blocks_or_messages(tmp_path: Path) -> None:
 # What is refused, before anything is trained.
 
 
-def other_tokenizer(folder: Path) -> Any:
-    """A teacher saved with a tokenizer of the same size, two of whose words are swapped."""
-    tokenizer = tiny.tokenizer()
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = state["model"]["vocab"]
-    vocabulary["w5"], vocabulary["w6"] = vocabulary["w6"], vocabulary["w5"]
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
-    another().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 def of_another(_: Path) -> Any:
     return another()
 
@@ -592,7 +441,7 @@ def long_hint(_: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("teacher", "settings", "said"), [
-    (other_tokenizer, {}, "'w5' is token 5 of the policy's, and 'w6' of the teacher"),
+    (swapped, {}, "'w5' is token 5 of the policy's, and 'w6' of the teacher"),
     (of_another, long_hint, "the teacher's prompt of row 3 of train_dataset has 6. tokens"),
     (lambda _: another(vocab_size=90), {}, "a head has 90 rows, and the tokenizer 97 tokens"),
     (None, {}, r"the policy itself \(teacher_model_kind='base'\) behind the same prompts"),
@@ -701,28 +550,46 @@ def test_a_reward_of_tokens_does_not_go_with_ratios_of_responses(tmp_path: Path)
         online(tmp_path, "grpo", another(), importance_sampling_level="sequence", **settings)
 
 
-def test_a_function_gives_no_rewards(tmp_path: Path) -> None:
-    settings = {"teacher_kl_coef": 1.0, "teacher_kl_in": "reward"}
-    with pytest.raises(ValueError, match="'Likeliest' is a function, which need not name the tok"):
-        online(tmp_path, "grpo", Likeliest(), **settings)
-
-
 def test_a_teacher_without_a_coefficient_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="teacher_kl_coef is 0, so that nothing is learned of it"):
         online(tmp_path, "grpo", another())
 
 
-def test_nothing_is_learned_of_a_teacher_where_it_has_no_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ledger", [False, True])
+def test_nothing_is_learned_of_a_teacher_where_it_has_no_numbers(
+    ledger: bool, tmp_path: Path
+) -> None:
     """It breaks on one word, which one of the prompts has."""
     teacher = another()
     with torch.no_grad():
         teacher.get_input_embeddings().weight[12].fill_(torch.nan)
     data = Dataset.from_dict({"prompt": ["w3 w4", "w12 w4", "w5 w4", "w6 w4"]})
-    trainer = make(tmp_path, teacher, train_dataset=data, shuffle_dataset=False, padding_free=False)
+    settings = {"shuffle_dataset": False, "padding_free": False, "ledger": ledger}
+    trainer = make(tmp_path, teacher, train_dataset=data, **settings)
     with pytest.warns(UserWarning, match="are not finite in 1 of 4 responses of a pass"):
         trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
+    assert trainer.state.log_history[0]["teacher_nonfinite"] == 0.25
     assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_the_host_reads_a_teachers_numbers_once_the_students_pass_has_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read = []
+
+    def later(x: Tensor) -> Callable[[], Tensor]:
+        return lambda: read.append(x) or x
+
+    monkeypatch.setattr("fastrl.learn.teacher.later_on_host", later)
+    trainer = make(tmp_path, another())
+    trainer.train()
+    read.clear()
+    (given,) = trainer._passes(trainer.model, trainer._generations.buffer[0], "train")
+    trainer.compute_loss(trainer.model, given)
+    assert not read
+    trainer._note([given], "train")
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
@@ -791,7 +658,7 @@ def test_a_prompt_that_several_responses_share_is_read_once_by_each_side(
     batches = trainer._generations.buffer
     if place == "reward":
         whole = Samples.joined(batches)
-        trainer._teachers.log_probs(whole, tiny.PAD, torch.device("cpu"), PassLimit(24))
+        trainer.teaching.teachers.log_probs(whole, tiny.PAD, torch.device("cpu"), PassLimit(24))
         batches = [whole]
     else:
         assert len(batches) == 3

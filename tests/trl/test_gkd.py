@@ -14,7 +14,8 @@ from fastrl.trainers.groups.replay import replay
 from tests import tiny_models
 from tests.golden import tiny
 from tests.resuming import assert_same_run, resumed, straight
-from tests.trl.test_distillation import LORA, SETTINGS, another, divergences, exact, prompts
+from tests.taught import LORA, another, exact
+from tests.trl.test_distillation import SETTINGS, divergences, prompts
 
 OF_GKD: dict[str, Any] = {
     **{name: value for name, value in SETTINGS.items() if name != "max_completion_length"},

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import TrainingArguments
 
@@ -136,6 +136,8 @@ def _help_of(name: str, text: str) -> Any:
 @dataclass
 class CommandFlags:
     """Defaults for a command in place of those of transformers' TrainingArguments."""
+
+    of_command: ClassVar[bool] = True
 
     output_dir: str | None = dataclasses.field(default=None, init=False)
     num_train_epochs: float = _help_of("num_train_epochs", "Passes over the data.")

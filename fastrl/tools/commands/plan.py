@@ -12,7 +12,7 @@ from fastrl.config import PPOConfig, json_object
 from fastrl.run.terminal import run_console
 from fastrl.tools.commands.aliases import aliases_of
 from fastrl.tools.commands.flags import early_value, parse, planned_method, recipe_of
-from fastrl.tools.commands.plan_job import FLAGS_OF, PlanJob, check_method
+from fastrl.tools.commands.plan_job import METHODS, PREFERENCES, PlanJob, check_method
 
 if TYPE_CHECKING:
     from fastrl.tools.commands.planned_run import PlannedRun
@@ -86,9 +86,9 @@ def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
         words = ["--model", *words]
     method = _method(words)
     check_method(method)
-    module, name = FLAGS_OF.get(method, ("align", "AlignFlags"))
+    module, name = METHODS.get(method, PREFERENCES).flags
     kind = getattr(importlib.import_module(f"fastrl.tools.commands.{module}"), name)
-    aliases = aliases_of("plan", method if method in FLAGS_OF else "align")
+    aliases = aliases_of("plan", method if method in METHODS else "align")
     job, flags = parse("plan", [PlanJob, kind], words, aliases)
     if job.mixed_precision:
         if isinstance(flags, PPOConfig):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fastrl.settings import check_ranges, setting, setting_like
 from fastrl.tools.commands.flags import UsageError, unknown_name
@@ -13,14 +14,50 @@ from fastrl.tools.recipes import recipes
 if TYPE_CHECKING:
     from fastrl.trainers.plan.skeleton import Skeleton
 
-POLICY_GRADIENTS = ("ppo", "grpo")
-FLAGS_OF = {
-    "ppo": ("ppo", "PPOFlags"),
-    "grpo": ("ppo", "GRPOFlags"),
-    "sft": ("sft", "SFTFlags"),
-    "reward": ("reward", "RewardFlags"),
-    "distill": ("distill", "DistillFlags"),
+
+class PlannedMethod(NamedTuple):
+    """What a plan has to know of a method."""
+
+    flags: tuple[str, str]  # a module of commands, and its class of the method's flags
+    trainer: tuple[str, str]  # its module and its name
+    size: str = "per_device_train_batch_size"  # the setting of samples, or pairs, in a mini-batch
+    # Samples that are generated before an update, by the flags; None: no more than a mini-batch.
+    generation: Callable[[Any], int] | None = None
+    growth: Callable[[Any], float] = lambda flags: float("inf")  # by how much a mini-batch can grow
+    whole_texts: bool = False  # whether a prompt and its response are one text
+    reward_model: bool = False  # whether a classifier learns pairs
+    taught: bool = False  # whether there are teachers, and no reference
+
+
+_POLICY_GRADIENT = PlannedMethod(
+    ("ppo", "PPOFlags"),
+    ("fastrl.trainers.ppo", "PPOTrainer"),
+    "mini_batch_size",
+    lambda flags: flags.batch_size,
+    lambda flags: flags.batch_size / flags.mini_batch_size,
+)
+METHODS = {
+    "ppo": _POLICY_GRADIENT,
+    "grpo": _POLICY_GRADIENT._replace(flags=("ppo", "GRPOFlags")),
+    "sft": PlannedMethod(
+        ("sft", "SFTFlags"), ("fastrl.trainers.sft", "SFTTrainer"), whole_texts=True
+    ),
+    "reward": PlannedMethod(
+        ("reward", "RewardFlags"),
+        ("fastrl.trainers.reward", "RewardTrainer"),
+        whole_texts=True,
+        reward_model=True,
+    ),
+    "distill": PlannedMethod(
+        ("distill", "DistillFlags"),
+        ("fastrl.trainers.groups.distillation", "DistillationTrainer"),
+        generation=lambda flags: flags.per_device_train_batch_size * flags.steps_per_generation,
+        growth=lambda flags: flags.gradient_accumulation_steps,
+        taught=True,
+    ),
 }
+# Of the losses of preference learning.
+PREFERENCES = PlannedMethod(("align", "AlignFlags"), ("fastrl.alignment.trainer", "Trainer"))
 LARGEST_GIB = 4096
 
 
@@ -28,7 +65,7 @@ def losses() -> tuple[str, ...]:
     """The names of the losses of preference learning."""
     from fastrl.alignment.losses import LOSSES
 
-    return tuple(name for name in LOSSES if name not in FLAGS_OF)
+    return tuple(name for name in LOSSES if name not in METHODS)
 
 
 @dataclass(kw_only=True)
@@ -109,7 +146,7 @@ class PlanJob:
         if self.gpu_gib is not None and usable(self.gpu_gib) <= 0:
             raise ValueError(f"gpu_gib={self.gpu_gib:g} is less than a GPU's driver itself takes")
         check_weights(self)
-        if self.teacher_prompt_tokens is not None and self.method != "distill":
+        if self.teacher_prompt_tokens is not None and not self.row.taught:
             raise ValueError(
                 "teacher_prompt_tokens is for the method distill: leave it out, or set that"
             )
@@ -121,27 +158,28 @@ class PlanJob:
         from fastrl.alignment.losses import make_loss
         from fastrl.alignment.tasks import find_task
 
-        if self.method in FLAGS_OF:
+        if self.row is not PREFERENCES:
             raise ValueError(f"task={task!r} is for losses of preference learning: leave it out")
         loss = make_loss(self.method)
         loss.check(find_task(task), 2 * loss.minibatches_per_batch)
 
     @property
-    def is_policy_gradient(self) -> bool:
-        return self.method in POLICY_GRADIENTS
+    def row(self) -> PlannedMethod:
+        """What is known of the method."""
+        return METHODS.get(self.method, PREFERENCES)
 
     @property
     def samples_responses(self) -> bool:
         """Whether the policy writes the responses, in a rollout engine with slots."""
-        if self.method in FLAGS_OF:
-            return self.is_policy_gradient or self.method == "distill"
+        if self.row is not PREFERENCES:
+            return self.row.generation is not None
         return bool(self._task.online)
 
     @property
     def learns_pairs(self) -> bool:
         """Whether an example has two texts."""
-        if self.method in FLAGS_OF:
-            return self.method == "reward"
+        if self.row is not PREFERENCES:
+            return self.row.reward_model
         return bool(self._task.generations == 2)
 
     @property
@@ -149,8 +187,8 @@ class PlanJob:
         """Whether a classifier is trained, which reads all texts of an example at once."""
         from fastrl.alignment.losses import LOSSES
 
-        if self.method in FLAGS_OF:
-            return self.method == "reward"
+        if self.row is not PREFERENCES:
+            return self.row.reward_model
         return LOSSES[self.method].learns == "reward model"
 
     @property
@@ -204,9 +242,9 @@ def new_adapter(rank: int) -> Any:
 
 def check_method(method: str) -> None:
     """Raises UsageError for an unknown method."""
-    if method in FLAGS_OF:
+    if method in METHODS:
         return
-    methods = (*FLAGS_OF, *losses())
+    methods = (*METHODS, *losses())
     if method not in methods:
         message = unknown_name("method", method, methods)
         choices = "" if "did you mean" in message else f": choose one of {', '.join(methods)}"

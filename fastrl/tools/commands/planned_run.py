@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fastrl.config import PPOConfig, parse_json
 from fastrl.models import quantised
 from fastrl.models.model_files import is_adapter
 from fastrl.models.optimizers import optimizer_name
-from fastrl.tools.commands.plan_job import PlanJob, new_adapter
+from fastrl.tools.commands.plan_job import PREFERENCES, PlanJob, new_adapter
 from fastrl.trainers.plan.advice import Dial, Remedy
 from fastrl.trainers.plan.memory import (
     ACTIVATIONS,
@@ -60,23 +61,12 @@ class PlannedRun:
         job = self.job
         lengths: tuple[int, ...] = (job.prompt_tokens, job.response_tokens)
         self._check_lengths()
-        trainer_class: Any
-        parts: dict[str, Any] = {}
-        if job.is_policy_gradient:
-            from fastrl.trainers.ppo import PPOTrainer as trainer_class
-        elif job.method == "sft":
-            from fastrl.trainers.sft import SFTTrainer as trainer_class
-        elif job.method == "reward":
-            from fastrl.trainers.reward import RewardTrainer as trainer_class
-        elif job.method == "distill":
-            from fastrl.trainers.groups.distillation import DistillationTrainer as trainer_class
-
-            parts = self._teachers()
-        else:
-            from fastrl.alignment.trainer import Trainer as trainer_class
-
+        module, name = job.row.trainer
+        trainer_class = getattr(import_module(module), name)
+        parts: dict[str, Any] = self._teachers() if job.row.taught else {}
+        if job.row is PREFERENCES:
             parts = {"loss": job.method, "task": job.task}
-        if job.method in ("sft", "reward"):
+        if job.row.whole_texts:
             lengths = (sum(lengths),)
         return plan_memory(
             trainer_class, self.skeleton, self.flags, *lengths, device=job.kind_of_device, **parts
@@ -170,18 +160,14 @@ class PlannedRun:
     @property
     def _samples_at_once(self) -> int:
         """Samples that would be generated at a time if there were slots for all."""
-        if self.job.is_policy_gradient:
-            return int(self.flags.batch_size)
-        if self.job.method == "distill":
-            return int(self.flags.per_device_train_batch_size * self.flags.steps_per_generation)
+        if self.job.row.generation is not None:
+            return self.job.row.generation(self.flags)
         return (1 + self.job.learns_pairs) * int(self.flags.per_device_train_batch_size)
 
     @property
     def _size(self) -> str:
         """The name of the setting that is the number of samples, or pairs, in a mini-batch."""
-        if self.job.is_policy_gradient:
-            return "mini_batch_size"
-        return "per_device_train_batch_size"
+        return self.job.row.size
 
     @property
     def _sample(self) -> int:
@@ -206,7 +192,7 @@ class PlannedRun:
     def _keeps_batches(self) -> bool:
         """Whether smaller batches would be other generations, or another update: passes of few
         tokens are not."""
-        return self.job.is_policy_gradient or self.job.method == "distill"
+        return self.job.row.generation is not None
 
     def _with_slots(self, factor: int) -> tuple[str, PlannedRun]:
         slots = self.flags.rollout_slots * factor
@@ -215,15 +201,10 @@ class PlannedRun:
     def _passes(self) -> tuple[float, Callable[[int], tuple[str, PlannedRun]]]:
         """The factor by which passes can grow, and the function that makes them grow: by the limit
         of their tokens where there is one, which changes no result; else by larger mini-batches."""
-        flags, most = self.flags, self.flags.micro_batch_tokens
+        most = self.flags.micro_batch_tokens
         if most is not None:
             return self._tokens / most, self._with_tokens
-        if self.job.is_policy_gradient:
-            steps = flags.batch_size / (flags.mini_batch_size * flags.gradient_accumulation_steps)
-            return steps * flags.gradient_accumulation_steps, self._with_larger_batches
-        if self.job.method == "distill":
-            return flags.gradient_accumulation_steps, self._with_larger_batches
-        return float("inf"), self._with_larger_batches
+        return self.job.row.growth(self.flags), self._with_larger_batches
 
     def _with_tokens(self, factor: int) -> tuple[str, PlannedRun]:
         most = self.flags.micro_batch_tokens * factor
@@ -277,7 +258,7 @@ class PlannedRun:
         )
         if self.job.kind_of_device == "cpu":
             return  # a CPU's memory is the host's
-        if self.job.method == "distill":
+        if self.job.row.taught:
             yield Remedy(
                 "--teacher-placement host",
                 "a slower teacher",
@@ -297,7 +278,7 @@ class PlannedRun:
         )
 
     def _less_precise(self) -> Iterator[Remedy]:
-        if self.job.method != "distill" and hasattr(self.flags, "reference_dtype"):
+        if not self.job.row.taught and hasattr(self.flags, "reference_dtype"):
             yield Remedy(
                 "--reference-dtype bfloat16",
                 "log-probs of the reference in bf16",

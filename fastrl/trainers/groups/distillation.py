@@ -57,6 +57,7 @@ class DistillationTrainer(OnlineTrainer):
     method = Method("on-policy distillation", ("distillation",))
     needs_old: ClassVar[bool] = False
     needs_rewards: ClassVar[bool] = False
+    order: ClassVar[str] = "together"  # with rewards, batches of mixed groups are the method's
     divides_loss: ClassVar[bool] = False
 
     def __init__(
@@ -77,23 +78,9 @@ class DistillationTrainer(OnlineTrainer):
     ):
         if teacher_model is None and args is not None:
             teacher_model = args.teacher_model_name_or_path
-        super().__init__(
-            model,
-            None,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            None,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            tools,
-            rollout_func,
-            environment_factory,
-            teacher_model,
-        )
+        data = train_dataset, eval_dataset, processing_class, None, callbacks, optimizers
+        of_model = quantization_config, peft_config, tools, rollout_func, environment_factory
+        super().__init__(model, None, args, *data, *of_model, teacher_model)
 
     @property
     def teacher_model(self) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fastrl.learn.teacher import TeacherSettings
-from fastrl.settings import refused, setting
+from fastrl.settings import refused, setting, setting_like
 from fastrl.trainers.groups.online_config import OnlineConfig
 
 _NO_REWARDS = "nothing is rewarded here: use GRPOTrainer with teacher_kl_coef"
@@ -20,7 +20,7 @@ class DistillationConfig(OnlineConfig):
     where it has any. Raises ValueError for a value out of range, or settings that do not go
     together."""
 
-    num_generations: int = setting("Responses to each prompt.", 1, within="[1, inf)")
+    num_generations: int = setting_like(OnlineConfig, "num_generations", 1)
     beta: float = setting(
         "Which divergence of the policy's p from the teacher's q: 1 is KL(p||q), 0 is KL(q||p), "
         "between them β·KL(q||m) + (1-β)·KL(p||m), m = (1-β)p + βq. (In GRPOConfig, beta is the "

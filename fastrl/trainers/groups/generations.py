@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,27 @@ from fastrl.run.random_state import seed_at
 from fastrl.samples import Samples
 
 
+def _shuffled(whole: Samples, seed: int) -> list[int]:
+    return torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _together(whole: Samples, seed: int) -> list[int]:
+    """A random order in which responses to a prompt follow the first of them, so that as few
+    batches as can be read the prompt."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i in _shuffled(whole, seed):
+        groups.setdefault(tuple(whole.prompt_ids[i].tolist()), []).append(i)
+    return [i for group in groups.values() for i in group]
+
+
+# How the responses of a generation are put into batches: a function of these and of a seed.
+ORDERS: dict[str, Callable[[Samples, int], list[int]]] = {
+    "shuffled": _shuffled,
+    "together": _together,
+    "as sampled": lambda whole, seed: list(range(len(whole))),
+}
+
+
 class Generations:
     """The responses of the latest generation, in the batches that are learned from one by one.
 
@@ -19,6 +40,7 @@ class Generations:
         seed: the run's seed.
         steps: the number of batches in a generation.
         iterations: how often each batch is learned from.
+        order: one of :data:`ORDERS`, by which responses are put into the batches.
 
     Attributes:
         step: batches learned from so far; one that was learned from twice counts as two.
@@ -26,8 +48,9 @@ class Generations:
         buffer: the batches of the latest generation; None before the first.
     """
 
-    def __init__(self, seed: int, steps: int, iterations: int):
+    def __init__(self, seed: int, steps: int, iterations: int, order: str):
         self.seed, self.steps, self.uses = seed, steps, steps * iterations
+        self._order = ORDERS[order]
         self.step, self.made = 0, {"train": 0, "eval": 0}
         self.buffer: list[Samples] | None = None
 
@@ -35,23 +58,9 @@ class Generations:
         """Whether responses are sampled before the next batch is learned from."""
         return self.buffer is None or self.step % self.uses == 0
 
-    def take(self, whole: Samples, together: bool = False, shuffles: bool = True) -> None:
-        """Splits the responses of a generation, in a random order, into the batches to learn.
-
-        Args:
-            shuffles: False keeps the order of the responses.
-            together: whether responses to a prompt follow the first of them, so that as few batches
-                as can be read the prompt.
-        """
-        generator = torch.Generator().manual_seed(self.seed_of("order", "train"))
-        order = torch.randperm(len(whole), generator=generator).tolist()
-        if not shuffles:
-            order = list(range(len(whole)))
-        elif together:
-            groups: dict[tuple[int, ...], list[int]] = {}
-            for i in order:
-                groups.setdefault(tuple(whole.prompt_ids[i].tolist()), []).append(i)
-            order = [i for group in groups.values() for i in group]
+    def take(self, whole: Samples) -> None:
+        """Splits the responses of a generation into the batches to learn."""
+        order = self._order(whole, self.seed_of("order", "train"))
         size = len(whole) // self.steps
         self.buffer = whole.select(order).split([size] * self.steps)
 

@@ -52,7 +52,7 @@ class GKDTrainer(DistillationTrainer):
 
     config: ClassVar[type] = GKDConfig
     _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
-    shuffles: ClassVar[bool] = False  # a draw says who writes a whole batch
+    order: ClassVar[str] = "as sampled"  # a draw says who writes a whole batch
     method = Method("generalised knowledge distillation", ("gkd",))
 
     def __init__(
@@ -81,20 +81,9 @@ class GKDTrainer(DistillationTrainer):
             eval_dataset = {name: _answered(x) for name, x in eval_dataset.items()}
         else:
             eval_dataset = _answered(eval_dataset)
-        super().__init__(
-            model,
-            teacher_model,
-            args,
-            _answered(train_dataset),
-            eval_dataset,
-            processing_class,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            None,
-            rollout_func,
-        )
+        data = _answered(train_dataset), eval_dataset, processing_class, callbacks
+        of_model = quantization_config, peft_config, None, rollout_func
+        super().__init__(model, teacher_model, args, *data, optimizers, *of_model)
 
     def _take_settings(self, args: Any, rewards: Any) -> None:
         super()._take_settings(args, rewards)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from fastrl.settings import idle, refused, setting, setting_like
 from fastrl.trainers.groups.distillation_config import DistillationConfig
-from fastrl.trainers.groups.online_config import OnlineConfig
 
 _ONE = "the data have one completion to a prompt: use DistillationTrainer for several"
 _ROWS = "rows have messages, or prompt and completion; their last max_length tokens are kept"
@@ -18,19 +17,14 @@ class GKDConfig(DistillationConfig):
     """Settings of :class:`GKDTrainer`; names, meanings and defaults are those of TRL 1.16 where it
     has any. Raises ValueError for a value out of range, or settings that do not go together."""
 
-    learning_rate: float = setting("Learning rate at the start.", 2e-5, within="[0, inf)")
+    learning_rate: float = setting_like(DistillationConfig, "learning_rate", 2e-5)
     lmbda: float = setting(
         "Probability that the policy writes the completions of a batch itself; else they are the "
         "data's, or with seq_kd the teacher's.",
         0.5,
         within="[0, 1]",
     )
-    beta: float = setting(
-        "Which divergence of the policy's p from the teacher's q: 1 is KL(p||q), 0 is KL(q||p), "
-        "between them β·KL(q||m) + (1-β)·KL(p||m), m = (1-β)p + βq.",
-        0.5,
-        within="[0, 1]",
-    )
+    beta: float = setting_like(DistillationConfig, "beta", 0.5)
     temperature: float = setting(
         "T of softmax(logits / T) in sampling. The divergence is that at temperature 1, as in TRL.",
         0.9,
@@ -47,8 +41,10 @@ class GKDConfig(DistillationConfig):
         within="[2, inf)",
     )
     seq_kd: bool = setting("Learn completions of the teacher's in place of the data's.", False)
-    disable_dropout: bool = setting("Set all dropout of the model to 0.", True)
-    router_aux_loss_coef: float | None = setting_like(OnlineConfig, "router_aux_loss_coef", 0.0)
+    disable_dropout: bool = setting_like(DistillationConfig, "disable_dropout", True)
+    router_aux_loss_coef: float | None = setting_like(
+        DistillationConfig, "router_aux_loss_coef", 0.0
+    )
 
     num_generations: int = refused(1, _ONE)
     num_generations_eval: int | None = refused(None, _ONE)

@@ -10,28 +10,25 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastrl.collect.collector import Collector
 from fastrl.collect.interaction import Interaction
-from fastrl.collect.ledger import GenerationLedger, teacher_columns
+from fastrl.collect.ledger import GenerationLedger
 from fastrl.collect.respond import Asked, Respond, RolloutFunction
 from fastrl.collect.tools import check_chats
 from fastrl.core import set_seed
 from fastrl.data.columns import check_reserved
-from fastrl.data.prompts import PromptStream, samples_of_rows
+from fastrl.data.prompts import PromptStream
 from fastrl.data.tables import list_as_dataset
 from fastrl.data.token_batch import Padded
 from fastrl.learn.dynamic_sampling import DynamicSampling
 from fastrl.learn.nonfinite import NonFiniteNumbers
 from fastrl.learn.objective import Pass, TokenLoss
-from fastrl.learn.penalties import Penalties
 from fastrl.learn.ref_model import Follow, RefModel
-from fastrl.learn.samples import learned_counts, minibatch_of, of_learned, token_batch
+from fastrl.learn.samples import minibatch_of, token_batch
 from fastrl.learn.scorer import check_tokens
-from fastrl.learn.teacher import Teachers
 from fastrl.models import CausalLMPolicy
 from fastrl.models.routing import follow_routers, refuse_beside, replays
 from fastrl.models.scorer import ScoredPass
@@ -44,7 +41,6 @@ from fastrl.rewards.identity import identities_of
 from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout.backends import make_backend
 from fastrl.run.callbacks import ShownSamples
-from fastrl.run.ledger import Lists
 from fastrl.run.metric_means import Parts, mean_of
 from fastrl.samples import Samples
 from fastrl.settings import warn_of_idle
@@ -55,6 +51,8 @@ from fastrl.trainers.groups.group_loaders import eval_loader, train_loader, trai
 from fastrl.trainers.groups.judged import judged_by_all
 from fastrl.trainers.groups.log_probs import ResponseScorer
 from fastrl.trainers.groups.prompt_data import (
+    as_it_is,
+    asked_of,
     check_data,
     check_resampling,
     further_prompts,
@@ -64,6 +62,7 @@ from fastrl.trainers.groups.response_log import ResponseLog
 from fastrl.trainers.groups.reward_functions import RewardFunctions
 from fastrl.trainers.groups.rollout_correction import RolloutCorrection, of_all_or_none
 from fastrl.trainers.groups.rollouts import GroupRollouts
+from fastrl.trainers.groups.teaching import GroupTeaching, taught_by
 from fastrl.trainers.low_memory import warn_of_lost_steps
 from fastrl.trainers.passes import on_all_processes, with_synchronised_last
 from fastrl.trainers.policy import (
@@ -72,17 +71,10 @@ from fastrl.trainers.policy import (
     loaded_causal,
     padding_tokenizer,
 )
-from fastrl.trainers.prompt_room import PromptRoom
+from fastrl.trainers.prompt_room import PromptRoom, data_by_name
 from fastrl.trainers.reference import model_of, reference_of
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of, trained_identity
-from fastrl.trainers.teachers import (
-    SCALED,
-    TEACHER_COLUMNS,
-    TeacherModels,
-    TeacherPrompts,
-    teachers_of,
-)
 
 LOGPROBS = "_get_per_token_logps_and_entropies"
 _LOSSES = {"_compute_loss", "compute_loss", LOGPROBS}  # by TRL's names
@@ -111,7 +103,7 @@ class OnlineTrainer(BaseTrainer, ABC):
     rehearsed_as = rehearse.ONLINE
     needs_old: ClassVar[bool]  # whether old log-probs are read even where all ratios are 1
     needs_rewards: ClassVar[bool] = True
-    shuffles: ClassVar[bool] = True  # whether a generation's responses are shuffled into batches
+    order: ClassVar[str] = "shuffled"  # by which responses get into batches, one of ORDERS
     learns_kl: ClassVar[bool] = False  # whether rewards hold the KL of the old log-probs
     # Whether TRL's _compute_loss itself divides by the number of batches of an optimizer step.
     divides_loss: ClassVar[bool]
@@ -145,7 +137,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         check_overrides(type(self))
         train_dataset, eval_dataset = map(list_as_dataset, (train_dataset, eval_dataset))
         interaction = Interaction(tools, environment_factory)
-        _check_one(rollout_func, interaction)
+        interaction.refuse_beside(rollout_func)
         self._rollout_func = rollout_func
         self.tools, self._interaction = interaction.tools, interaction
         environments = interaction.environments
@@ -193,14 +185,17 @@ class OnlineTrainer(BaseTrainer, ABC):
         fresh = peft_config is not None
         if args.kl_coef:
             self._reference = reference_of(args, self._policy, fresh=fresh)
-        self._teacher_models, self._teacher_prompts = self._teachers_of(
-            teacher_model, args, fresh, train_dataset
+        own = f"{type(self).__name__} computes a loss of its own, which has no term of a teacher"
+        self._taught = taught_by(
+            teacher_model,
+            args,
+            self._policy,
+            self._tokenizer,
+            data_by_name(train_dataset, eval_dataset),
+            fresh=fresh,
+            rewarded=self.needs_rewards,
+            refused={f"{own}: leave teacher_kl_coef at 0": self.has_own_loss},
         )
-        if self._teacher_prompts is not None:
-            for name, data in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-                of_name = data if isinstance(data, dict) else {"": data}
-                for each in of_name.values():
-                    self._teacher_prompts.check(each, name)
         self.rewards = rewards
         self._further = further_prompts(args, train_dataset)
         self._take_settings(args, rewards)
@@ -215,7 +210,8 @@ class OnlineTrainer(BaseTrainer, ABC):
             )
         # A subclass that computes log-probs runs forward passes whose routing nobody reads.
         self._routes = LOGPROBS not in self.overrides and follow_routers(model) > 0
-        self._generations = Generations(args.seed, args.steps_per_generation, args.num_iterations)
+        batches = args.steps_per_generation, args.num_iterations
+        self._generations = Generations(args.seed, *batches, self.order)
         self.shown: list[ShownSamples] | None = None
         self._seconds = 0.0  # that this optimizer step has taken so far
         args.remove_unused_columns = False
@@ -223,7 +219,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         super().__init__(
             model=model,
             args=args,
-            data_collator=_as_it_is,
+            data_collator=as_it_is,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self._tokenizer,
@@ -315,13 +311,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         self._collect = Collector(
             self._respond_by(),
             self.judge,
-            Penalties.of(
-                args.missing_eos_penalty,
-                args.overlong_buffer,
-                args.overlong_penalty,
-                args.max_completion_length,
-                "max_completion_length",
-            ),
+            args.penalties,
             self.processes,
             self._ready,
             NonFiniteNumbers(args.on_nonfinite, counts=False),
@@ -334,52 +324,17 @@ class OnlineTrainer(BaseTrainer, ABC):
         )
         self._ledger: GenerationLedger | None = None
         self._loss = self._make_loss()
-        self._teacher_follow = None
-        self._teachers: Teachers | None = None  # those whose log-probs are in the rewards
-        if self._teacher_models is not None:
-            self._teacher_models.place(self._policy, self.accelerator)
-            self._teacher_follow = self._teacher_models.follow
-            self.add_first(self._teacher_follow)
-            self._teachers = self._teacher_models.made(
-                args.teacher_settings,
-                args.device,
-                self._scorer.lowest,
-                lambda: self._scorer.padding(self.model_wrapped),
-                self.accelerator.autocast,
-                self.processes,
+        self.teaching: GroupTeaching | None = None
+        if self._taught is not None:
+            self.teaching = GroupTeaching(
+                self._taught,
+                self._policy,
+                self._scorer,
+                lambda: self.model_wrapped,
+                self.needs_rewards,
             )
-            if args.teacher_kl_in == "loss":
-                self._loss.teachers, self._teachers = self._teachers, None
-
-    def _teachers_of(
-        self, given: Any, args: Any, fresh: bool, data: Any
-    ) -> tuple[TeacherModels | None, TeacherPrompts | None]:
-        """The models of the teachers, and the prompts that they read; None without teachers.
-
-        Raises:
-            ValueError: what these refuse; settings that do not go with a teacher.
-        """
-        own = f"{type(self).__name__} computes a loss of its own, which has no term of a teacher"
-        models = teachers_of(
-            given,
-            args,
-            self._policy,
-            self._tokenizer,
-            coef=args.teacher_settings.coef,
-            fresh=fresh,
-            refused={
-                f"{own}: leave teacher_kl_coef at 0": self.has_own_loss,
-                f"fp16=True {SCALED}: use bf16=True": args.fp16,
-            },
-        )
-        if models is None:
-            return None, None
-        named = getattr(data, "column_names", None)
-        if named is not None and not {*named} & {*TEACHER_COLUMNS}:
-            models.refuse_itself(live_alone=self.needs_rewards)
-        template = dict(args.chat_template_kwargs or {})
-        most = args.generation_arguments.get("max_new_tokens")
-        return models, TeacherPrompts(models, template, most)
+            self.add_first(self.teaching.models.follow)
+            self._loss.teachers = self.teaching.in_loss
 
     @property
     def ref_model(self) -> Any:
@@ -390,8 +345,8 @@ class OnlineTrainer(BaseTrainer, ABC):
     @property
     def teacher_models(self) -> list[Any]:
         """The teachers that are models of their own."""
-        models = self._teacher_models
-        return [] if models is None else models.separate(self.accelerator)
+        taught = self._taught
+        return [] if taught is None else taught.models.separate(self.accelerator)
 
     @property
     def pad_token_id(self) -> int:
@@ -411,7 +366,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         return self._rollouts.by_function(function, self)
 
     def card_settings(self) -> dict[str, Any]:
-        teachers = () if self._teacher_models is None else self._teacher_models.references
+        teachers = () if self.teaching is None else self.teaching.models.references
         named = {"reward_funcs": self.reward_func_names, "teachers": teachers}
         told = {name: ", ".join(x) for name, x in named.items() if x}
         return {**told, **super().card_settings()}
@@ -423,7 +378,7 @@ class OnlineTrainer(BaseTrainer, ABC):
 
     @rollout_func.setter
     def rollout_func(self, function: Any) -> None:
-        _check_one(function, self._interaction)
+        self._interaction.refuse_beside(function)
         check_resampling(self.args, self.train_dataset, function)
         self._rollout_func = function
         self._collect.respond = self._respond_by()
@@ -582,10 +537,7 @@ class OnlineTrainer(BaseTrainer, ABC):
         if not self.model.training:
             return self.responses_to(batch, "eval")
         if self._generations.is_due():
-            # With rewards, batches of mixed groups are part of the method.
-            responses = self.responses_to(batch, "train")
-            together = self._loss.only_teachers
-            self._generations.take(responses, together=together, shuffles=self.shuffles)
+            self._generations.take(self.responses_to(batch, "train"))
             self._rollouts.backend.before_update()
         return self._generations.batch()
 
@@ -684,8 +636,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         noted = {"entropy": mean_of(batch.entropies)}
         if batch.divergences is not None:
             noted["divergence"] = mean_of(batch.divergences)
-            assert self._loss.teachers is not None
-            self._note_left_out(self._loss.teachers, batch.whole.size, mode)
+            assert self.teaching is not None
+            self.teaching.note_left_out(batch.whole.size, self._metrics[mode])
         if self.aux_loss_enabled:
             losses = [x.aux_loss for x in counted if x.aux_loss is not None]
             noted["aux_loss"] = mean_of(torch.stack(losses).sum()[None])
@@ -717,19 +669,9 @@ class OnlineTrainer(BaseTrainer, ABC):
         tokens, learned = self._noted.lengths(collected, masks, mode)
         learnable = replace(collected.to_learn(), learned=masks, generated=learned)
         learnable.advantages = torch.zeros(len(rows))
-        if self._teacher_prompts is not None:
-            learnable = replace(learnable, **self._teacher_prompts.of(collected))
-        if self._teacher_models is not None:
-            read = learnable.teacher_prompt_ids
-            if read is None and mode == "train":  # a stream may not have named its columns before
-                self._teacher_models.refuse_itself(live_alone=self.needs_rewards)
-            self._teacher_models.check_readable(
-                learnable.prompt_ids if read is None else read,
-                learnable.sequences,
-                learnable.teachers,
-                "what the teacher reads in place of prompt {0} and response {0}".format,
-            )
-            learnable = self._teacher_models.asked(learnable, collected.columns or {})
+        if self.teaching is not None:
+            learnable = self.teaching.asked(learnable, collected, mode)
+        rewarding = self.teaching if self.teaching and self.teaching.in_reward else None
         args = self.args
         several_steps = args.gradient_accumulation_steps % self._generations.uses
         model, size = self.model, args.eval_batch_size
@@ -740,12 +682,12 @@ class OnlineTrainer(BaseTrainer, ABC):
         sampled, users = collected.logprobs_at(self.temperature), None
         if self.rollout_func is not None:
             sampled, users = None, of_all_or_none(sampled, self.processes)
-        if (self.learns_kl and self._reference is not None) or self._teachers is not None:
+        if (self.learns_kl and self._reference is not None) or rewarding is not None:
             sampled = None  # scored as the reference is: else rounding would be learned as a KL
         correction = None if users is None else self._correction
         limit = PassLimit(size, args.micro_batch_tokens)
         reads_old = (self.needs_old or several_steps) and not self._loss.only_teachers
-        if reads_old or correction is not None or self._teachers is not None:
+        if reads_old or correction is not None or rewarding is not None:
             learnable.old_logprobs = self._scorer.old(model, learnable, sampled, limit)
         if users is not None:
             if correction is not None:
@@ -759,16 +701,10 @@ class OnlineTrainer(BaseTrainer, ABC):
             if learnable.old_logprobs is not None:
                 triples = zip(learnable.old_logprobs, ref, masks, strict=True)
                 kl = torch.stack([(old - ref)[mask].sum() for old, ref, mask in triples])
-        if kl is not None:
-            self._metrics[mode].add(self._kl_metric(learnable))
-            kl = self.kl_coef * kl
-        if self._teachers is not None:
-            of_teacher = self._teacher_rewards(learnable, limit, mode)
-            if self.learns_kl:
-                price = -torch.stack([x.sum() for x in of_teacher])
-                kl = price if kl is None else kl + price
-            else:
-                learnable.token_advantages = [x.nan_to_num(nan=0.0) for x in of_teacher]
+                kl = self.kl_coef * kl
+                self._metrics[mode].add(self._kl_metric(learnable))
+        if rewarding is not None:
+            kl = rewarding.priced(learnable, limit, self._metrics[mode], self.learns_kl, kl)
         if kl is not None:
             kl = self.processes.joined(kl, [len(kl)] * self.processes.count).cpu()
         advantages, spreadless = self.advantages_of(judged, kl, group, mode)
@@ -783,52 +719,19 @@ class OnlineTrainer(BaseTrainer, ABC):
         self._generations.made[mode] += 1
         return learnable
 
-    def _teacher_rewards(self, learnable: Samples, limit: PassLimit, mode: str) -> list[Tensor]:
-        """-coef·(log π_old - log π_teacher) of each response's learned tokens, [L], 0 at others.
-        NaN is that of responses for which a teacher has no numbers: no token of them is learned."""
-        assert self._teachers is not None
-        device, coef = self.args.device, self._teachers.settings.coef
-        found = self._teachers.log_probs(learnable, self.pad_token_id, device, limit)
-        learnable.teacher_logprobs = found
-        old = learnable.old_logprobs
-        assert old is not None
-        masks, apart = learnable.learned, []
-        for i, (x, y) in enumerate(zip(old, found, strict=True)):
-            if y.isfinite().all():
-                apart.append(torch.where(masks[i], x - y, 0.0))
-            else:
-                masks[i] = torch.zeros_like(masks[i])
-                apart.append(torch.full_like(x, torch.nan))
-        self._metrics[mode].add({"teacher_kl": mean_of(of_learned(learnable, apart))})
-        self._note_left_out(self._teachers, len(apart), mode)
-        return [-coef * x for x in apart]
-
-    def _note_left_out(self, teachers: Teachers, count: int, mode: str) -> None:
-        """Logs the share of ``count`` responses for which a teacher has no numbers."""
-        share = torch.tensor(float(teachers.left_out)), torch.tensor(float(count))
-        self._metrics[mode].pool({"teacher_nonfinite": share})
-        teachers.left_out = 0
-
     def _enter(self, collected: Samples, learnable: Samples, advantages: Tensor) -> None:
         """Enters the responses of all processes into the ledger."""
+        if self.teaching is not None:
+            learnable = self.teaching.noted(learnable)
         recorded = collected.recorded().without("columns", "completions", "noted")
         further = ("learned", "teachers", "teacher_prompt_ids", "teacher_logprobs")
         recorded = replace(recorded, **{name: getattr(learnable, name) for name in further})
         of_all = recorded.gathered(self.processes)
         if self._ledger is None:
             return
-        counts, of_teachers = learned_counts(of_all), {}
-        of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
-        if self._teacher_models is not None:
-            logprobs = of_all.teacher_logprobs
-            of_teachers = teacher_columns(
-                list(self._teacher_models.references),
-                of_all.teachers,
-                of_all.teacher_prompt_ids,
-                None if logprobs is None else Lists(of_learned(of_all, logprobs).numpy(), counts),
-            )
+        of_teachers = {} if self.teaching is None else self.teaching.columns(of_all)
         generation = self._generations.made["train"] + 1
-        self._ledger.add(generation, of_all, self.state.global_step, of_tokens, of_teachers)
+        self._ledger.add(generation, of_all, self.state.global_step, advantages, of_teachers)
 
     def _seed_of_responses(self) -> int:
         return self._generations.seed_of("responses", "train" if self.model.training else "eval")
@@ -866,16 +769,13 @@ class OnlineTrainer(BaseTrainer, ABC):
     # Checkpoints.
 
     def identity(self) -> dict[str, Any]:
-        teachers = {}
-        if self._teacher_models is not None:
-            teachers["teachers"] = self._teacher_models.identity()
+        teaching = self.teaching
+        teachers = {} if teaching is None else {"teachers": teaching.models.identity()}
         return {**super().identity(), **trained_identity(self), **teachers}
 
     def own_settings(self) -> dict[str, Any]:
         code = identities_of(zip(self.reward_func_names, self.reward_funcs, strict=True))
-        if self._teacher_models is not None:
-            functions = self._teacher_models.functions.items()
-            code |= identities_of((f"teacher {name}", x.function) for name, x in functions)
+        code |= {} if self.teaching is None else self.teaching.code()
         return {**super().own_settings(), "reward_funcs": self.reward_func_names, **code}
 
     def own_code(self) -> dict[str, Any]:
@@ -893,7 +793,7 @@ class OnlineTrainer(BaseTrainer, ABC):
             "responder": {"rooms": self._rollouts.backend.rooms()},
             "reuses": self._scorer.reuses,
             "reference": self._follow.state(),
-            "teacher": {} if self._teacher_follow is None else self._teacher_follow.state(),
+            "teacher": {} if self.teaching is None else self.teaching.models.follow.state(),
             "first_shown": asdict(self.shown[0]) if self.shown else None,
         }
         return {**super().own_state(), "online": online}
@@ -903,13 +803,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         state = None if resumed is None else resumed["own"]["online"]
         self._generations.load(state)
         if self.args.ledger and self.processes.is_main:
-            self._ledger = GenerationLedger(
-                self.own_folder,
-                self.temperature,
-                self.args.to_dict(),
-                self.args.generation_arguments,
-                self.own_code(),
-            )
+            settings = self.args.to_dict(), self.args.generation_arguments, self.own_code()
+            self._ledger = GenerationLedger(self.own_folder, self.temperature, *settings)
             self._ledger.begin(self._generations.made["train"])
         if state is None:
             return
@@ -923,8 +818,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         if self._further is not None and state.get("further"):
             self._further.load_state_dict(state["further"])
         self._follow.load(state["reference"])
-        if self._teacher_follow is not None:
-            self._teacher_follow.load(state["teacher"])
+        if self.teaching is not None:
+            self.teaching.models.follow.load(state["teacher"])
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         accumulated = self.args.gradient_accumulation_steps
@@ -953,21 +848,3 @@ class OnlineTrainer(BaseTrainer, ABC):
         super().log(logs, start_time)
         if self.processes.is_main:
             self._noted.show(self.state.global_step, self.own_folder.path)
-
-
-def asked_of(rows: Sequence[Mapping[str, Any]]) -> Samples:
-    """The prompts of rows, whose other columns go to environments and reward functions."""
-    return samples_of_rows(rows, [row.get("prompt") for row in rows])
-
-
-def _as_it_is(rows: list[Any]) -> list[Any]:
-    return rows
-
-
-def _check_one(rollout_func: Any, interaction: Interaction) -> None:
-    """Raises ValueError for a ``rollout_func`` beside tools or environments."""
-    if rollout_func is not None and interaction:
-        raise ValueError(
-            "rollout_func takes the place of sampling, and tools and environment_factory are part "
-            "of it: leave them out, and mark the policy's tokens by an env_mask"
-        )

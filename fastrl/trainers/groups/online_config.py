@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from fastrl.collect.arguments import RecordArguments
 from fastrl.config import PPOConfig, TeacherArguments, parse_json
+from fastrl.learn.penalties import Penalties
 from fastrl.learn.ref_model import ReferenceArguments
 from fastrl.learn.teacher import TeacherSettings
 from fastrl.run.transformers_settings import reads_best_metric
@@ -279,6 +280,17 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
             None,
             self.micro_batch_tokens,
             self.on_nonfinite == "raise",
+        )
+
+    @property
+    def penalties(self) -> Penalties:
+        """What is taken off the rewards of responses that do not end."""
+        return Penalties.of(
+            self.missing_eos_penalty,
+            self.overlong_buffer,
+            self.overlong_penalty,
+            self.max_completion_length,
+            "max_completion_length",
         )
 
     @property

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastrl.data.chat import check_prompt
 from fastrl.data.columns import REWARD_ARGUMENTS, check_reserved
-from fastrl.data.prompts import PromptStream
+from fastrl.data.prompts import PromptStream, samples_of_rows
 from fastrl.data.tables import columns_of
 from fastrl.run.random_state import seed_at
+from fastrl.samples import Samples
 from fastrl.trainers.prompt_room import data_by_name, rows_of
 
 _OF_TRAINERS = ("trainer_state", "log_extra", "log_metric")
@@ -102,6 +104,16 @@ def further_prompts(args: Any, data: Any) -> PromptStream | None:
     if not args.dynamic_sampling_rounds:
         return None
     return PromptStream(len(data), seed_at(args.seed, "further prompts") % 2**32)
+
+
+def as_it_is(rows: list[Any]) -> list[Any]:
+    """The rows: a loader's batch."""
+    return rows
+
+
+def asked_of(rows: Sequence[Mapping[str, Any]]) -> Samples:
+    """The prompts of rows, whose other columns go to environments and reward functions."""
+    return samples_of_rows(rows, [row.get("prompt") for row in rows])
 
 
 def _check_prompts(data: Any, name: str) -> None:

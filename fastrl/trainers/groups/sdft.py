@@ -51,20 +51,9 @@ class SDFTTrainer(DistillationTrainer):
         peft_config: Any = None,
         rollout_func: Any = None,
     ):
-        super().__init__(
-            model,
-            None,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks,
-            optimizers,
-            None,
-            peft_config,
-            None,
-            rollout_func,
-        )
+        data = train_dataset, eval_dataset, processing_class
+        options = {"peft_config": peft_config, "rollout_func": rollout_func}
+        super().__init__(model, None, args, *data, callbacks, optimizers, **options)
 
     def _settled(self, args: Any, model: Any, *, adapts: bool) -> Any:
         args = super()._settled(args, model, adapts=adapts)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from fastrl.settings import idle, refused, setting, setting_like
 from fastrl.trainers.groups.distillation_config import DistillationConfig
-from fastrl.trainers.groups.online_config import OnlineConfig
 
 MODES = ("full_logits", "sampled_token", "topk_logits")
 _WHOLE = "the divergence is over the whole vocabulary"
@@ -21,7 +20,7 @@ class SDFTConfig(DistillationConfig):
     # The one value of a setting that a trainer takes, where the default is another, TRL's.
     to_be_named: ClassVar[dict[str, str]] = {"distillation_mode": "full_logits"}
 
-    learning_rate: float = setting("Learning rate at the start.", 5e-5, within="[0, inf)")
+    learning_rate: float = setting_like(DistillationConfig, "learning_rate", 5e-5)
     distillation_alpha: float = setting(
         "Which divergence of the policy's p from the teacher's q: 1 is KL(p||q), 0 is KL(q||p), "
         "between them α·KL(q||m) + (1-α)·KL(p||m), m = (1-α)p + αq.",
@@ -46,15 +45,17 @@ class SDFTConfig(DistillationConfig):
     num_loss_tokens_to_skip: int = setting(
         "Tokens at the beginning of each response that are not learned.", 0, within="[0, inf)"
     )
-    num_generations: int = setting("Responses to each prompt.", 8, within="[1, inf)")
-    max_completion_length: int = setting("Longest response, in tokens.", 256, within="[1, inf)")
+    num_generations: int = setting_like(DistillationConfig, "num_generations", 8)
+    max_completion_length: int = setting_like(DistillationConfig, "max_completion_length", 256)
     max_prompt_length: int | None = setting(
         "Prompts, the teacher's too, keep their last tokens. None: they are not cut.",
         512,
         within="[1, inf)",
     )
-    disable_dropout: bool = setting("Set all dropout of the model to 0.", True)
-    router_aux_loss_coef: float | None = setting_like(OnlineConfig, "router_aux_loss_coef", 0.0)
+    disable_dropout: bool = setting_like(DistillationConfig, "disable_dropout", True)
+    router_aux_loss_coef: float | None = setting_like(
+        DistillationConfig, "router_aux_loss_coef", 0.0
+    )
 
     generate_from_teacher: bool = refused(
         False, "responses are the student's; pass a rollout_func that answers with the hint"

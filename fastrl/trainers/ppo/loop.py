@@ -122,11 +122,7 @@ class Loop:
         callbacks = checked_callbacks(callbacks)
         self.trainer = trainer
         interaction = Interaction(tools, environment_factory)
-        if rollout_func is not None and interaction:
-            raise ValueError(
-                "rollout_func takes the place of sampling, and tools and environment_factory are "
-                "part of it: leave them out, and mark the policy's tokens by an env_mask"
-            )
+        interaction.refuse_beside(rollout_func)
         if interaction and isinstance(rollouts.layout, EncoderDecoder):
             raise ValueError("tools and environments need a causal language model")
         interaction.read_by(tokenizer, {})
@@ -216,6 +212,8 @@ class Loop:
             trainer.own_code,
             () if trainer.teaching is None else list(trainer.teaching.models.references),
         )
+        if trainer.teaching is not None:
+            trainer.teaching.noted = self.processes.any(self.ledger is not None)
         self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
         if config.critic_warmup_steps >= self.begun_at + steps:
             warnings.warn(

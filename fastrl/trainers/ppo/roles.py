@@ -18,7 +18,7 @@ from fastrl.run.callbacks import TrainCallback
 from fastrl.run.processes import Processes
 from fastrl.trainers.ppo.ledger import SampleLedger
 from fastrl.trainers.ppo.rollouts import Rollouts
-from fastrl.trainers.ppo.teaching import Teaching
+from fastrl.trainers.ppo.teaching import StepTeaching
 
 
 class Resumable(Protocol):
@@ -53,7 +53,7 @@ class Stepping(Resumable, Protocol):
     rollouts: Rollouts
     advantages: Advantages
     nonfinite: NonFiniteNumbers
-    teaching: Teaching | None
+    teaching: StepTeaching | None
     experience: Experience | None
 
     @property

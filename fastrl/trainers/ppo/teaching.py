@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fastrl.config import PPOConfig
 from fastrl.learn.experience import Experience
 from fastrl.learn.samples import teacher_batch
 from fastrl.learn.scorer import Scorer
-from fastrl.learn.teacher import Teachers, TeacherSettings
+from fastrl.learn.teacher import TeacherSettings
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.samples import Samples
-from fastrl.trainers.teachers import SCALED, TeacherModels, teachers_of
+from fastrl.trainers.teachers import SCALED, TeacherModels, Teaching, teachers_of
 
 
 def checked_teachers(
@@ -73,32 +72,14 @@ def teacher_settings(config: PPOConfig) -> TeacherSettings:
     )
 
 
-class Teaching:
+class StepTeaching(Teaching):
     """Gives a step's experience what its teachers have to say.
 
-    Args:
-        models: the teachers' models; ``teachers`` runs them.
-        in_reward: whether they are in the rewards, and not in the loss.
-        pad_token: the id that pads.
-
     Attributes:
-        in_loss: the teachers, where the loss has their term; else None.
+        noted: whether a ledger notes the teachers' log-probs.
     """
 
-    def __init__(
-        self,
-        models: TeacherModels,
-        teachers: Teachers,
-        in_reward: bool,
-        pad_token: int,
-        device: torch.device,
-    ):
-        self.models, self.teachers, self.in_reward = models, teachers, in_reward
-        self.pad_token, self.device = pad_token, device
-
-    @property
-    def in_loss(self) -> Teachers | None:
-        return None if self.in_reward else self.teachers
+    noted: bool = False
 
     def limit_passes(self, tokens: int | None) -> None:
         """Limits the tokens of a teacher's forward pass in the loss."""
@@ -107,7 +88,8 @@ class Teaching:
 
     def __call__(self, scored: Experience, samples: Samples, scorer: Scorer) -> Experience:
         """The scored batch with the responses behind their teachers' prompts, and where rewards
-        have them with the teachers' log-probs. All processes call it with the same samples.
+        have them, or a ledger, with the teachers' log-probs. All processes call it with the same
+        samples.
 
         Args:
             scorer: has the limits of forward passes, and halves them where memory runs out.
@@ -116,7 +98,8 @@ class Teaching:
         tokens = teacher_batch(samples, self.pad_token)
         if tokens is not None:
             tokens = tokens.to(self.device)
-        logprobs = self._logprobs(scored, samples, scorer) if self.in_reward else None
+        reads = self.in_reward or self.noted
+        logprobs = self._logprobs(scored, samples, scorer) if reads else None
         return replace(scored, teacher_tokens=tokens, teacher_logprobs=logprobs)
 
     def _logprobs(self, scored: Experience, samples: Samples, scorer: Scorer) -> Tensor:
@@ -124,9 +107,7 @@ class Teaching:
         for attempt in scorer.slices(min(scorer.limit.samples, len(samples))):
             with attempt as size:
                 limit = scorer.limit._replace(samples=size)
-                found = self.teachers.log_probs(
-                    samples, self.pad_token, self.device, limit, shared=True
-                )
+                found = self.log_probs(samples, limit, shared=True)
         return scored.tokens.placed(found)
 
     def rewards(self, scored: Experience) -> tuple[Tensor, dict[str, Tensor]]:
@@ -135,4 +116,4 @@ class Teaching:
         apart = scored.logprobs - scored.teacher_logprobs
         samples = scored.tokens.mask.any(-1).sum()
         statistics = {"objective/teacher_kl": apart.sum() / samples}
-        return -self.teachers.settings.coef * apart, statistics
+        return self.reward_of(apart), statistics

@@ -81,7 +81,7 @@ from fastrl.trainers.ppo.setup import (
 )
 from fastrl.trainers.ppo.state import TrainerState, deciding
 from fastrl.trainers.ppo.step_input import StepInputs, placed_scores, sampled_tokens, without
-from fastrl.trainers.ppo.teaching import Teaching, checked_teachers, teacher_settings
+from fastrl.trainers.ppo.teaching import StepTeaching, checked_teachers, teacher_settings
 
 _LOOP_COLUMNS = ("label", "query", "response")
 
@@ -338,7 +338,7 @@ class PPOTrainer:
             teachers=self._teacher_models,
         )
 
-    def _make_teaching(self, precision: torch.dtype) -> Teaching | None:
+    def _make_teaching(self, precision: torch.dtype) -> StepTeaching | None:
         """Moves the teachers to their devices, and makes what runs them; None without teachers.
 
         Args:
@@ -348,20 +348,20 @@ class PPOTrainer:
         if models is None:
             return None
         policy = self.accelerator.unwrap_model(self.model)
-        models.place(policy, self.accelerator)
-        in_reward = config.teacher_kl_in == "reward"
-        wrappers = [reference.model for reference in models.references.values()]
-        choose_heads(self.current_device, policy, *wrappers, as_teacher=not in_reward)
-        teachers = models.made(
+        teachers = models.placed(
+            policy,
+            self.accelerator,
             teacher_settings(config),
-            self.current_device,
             precision,
             lambda: self.padding,
-            self.accelerator.autocast,
             self.processes,
         )
         pad_token = data.padding_token((), tokenizer, policy.config.get_text_config().vocab_size)
-        return Teaching(models, teachers, in_reward, pad_token or 0, self.current_device)
+        teaching = StepTeaching(models, teachers, pad_token or 0, self.current_device)
+        wrappers = [reference.model for reference in models.references.values()]
+        of_loss = not teaching.in_reward
+        choose_heads(self.current_device, policy, *wrappers, as_teacher=of_loss)
+        return teaching
 
     def step(
         self,
@@ -500,6 +500,8 @@ class PPOTrainer:
                 except NonFiniteExperience as error:
                     error.samples = self.nonfinite.experience(batch, scored, rewards)
                     raise
+        if self.teaching is not None:
+            self.teaching.teachers.tell()
         with clock("calc_stats"):
             result = self.record_step_stats(
                 kl_coef=self.kl_ctl.value,
