@@ -2,7 +2,7 @@
 
 python examples/distill_hints.py --output runs/distill_hints
 
-Three minutes on a CPU core. A model learns to add with hints, and a few sums without; then, at each
+Five minutes on a CPU core. A model learns to add with hints, and a few sums without; then, at each
 token of its answers, what it would say with a hint. It prints the shares right without hints.
 """
 
@@ -20,7 +20,7 @@ ADAPTER = LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", fan_in_fa
 GREEDY = fastrl.SamplingParams(max_new_tokens=4, temperature=0.0)
 TEMPLATE = "( {privileged_context} ) {prompt}"  # what the teacher reads
 DEFAULTS = {"lr_scheduler_type": "constant", "per_device_train_batch_size": 64, "bf16": False}
-DEFAULTS |= {"save_strategy": "no", "disable_tqdm": True, "logging_steps": 50}
+DEFAULTS |= {"save_strategy": "no", "disable_tqdm": True, "logging_steps": 100}
 
 
 def tiny_model(rows: list[dict[str, str]], output: str, steps: int):
@@ -54,7 +54,7 @@ class Answers(TrainerCallback):
     on_train_begin = on_log
 
 
-def train(output: str, seed: int = 0, sft_steps: int = 1500, steps: int = 700):
+def train(output: str, seed: int = 0, sft_steps: int = 1500, steps: int = 1000):
     """The shares of right answers, by step."""
     fastrl.set_seed(seed)
     pairs = Random(seed).sample([(a, b) for a in range(100) for b in range(100)], 3500)
@@ -62,11 +62,11 @@ def train(output: str, seed: int = 0, sft_steps: int = 1500, steps: int = 700):
     rows = [{"prompt": x, "privileged_context": y, "completion": f" {y}"} for x, y in texts]
     model, tokenizer = tiny_model(rows[:1000], output, sft_steps)
     settings = DEFAULTS | {"max_steps": steps, "learning_rate": 3e-3, "seed": seed}
-    settings |= {"teacher_prompt_template": TEMPLATE, "max_completion_length": 4}
-    args, data = fastrl.DistillationConfig(output, **settings), Dataset.from_list(rows[1000:3000])
+    settings |= {"lr_scheduler_type": "linear", "teacher_prompt_template": TEMPLATE}
+    args = fastrl.DistillationConfig(output, max_completion_length=4, **settings)
     answers = Answers(tokenizer, learned=rows[1000:3000], held_out=rows[3000:3500])
     given = {"processing_class": tokenizer, "callbacks": [answers], "peft_config": ADAPTER}
-    fastrl.DistillationTrainer(model, None, args, data, **given).train()
+    fastrl.DistillationTrainer(model, None, args, Dataset.from_list(rows[1000:3000]), **given).train()
     return answers.found
 
 
