@@ -61,12 +61,12 @@ def train(output: str, seed: int = 0, sft_steps: int = 1500, steps: int = 1000):
     texts = [(" ".join(f"{a:02}+{b:02}="), " ".join(f"{a + b:03}")) for a, b in pairs]
     rows = [{"prompt": x, "privileged_context": y, "completion": f" {y}"} for x, y in texts]
     model, tokenizer = tiny_model(rows[:1000], output, sft_steps)
-    settings = DEFAULTS | {"max_steps": steps, "learning_rate": 3e-3, "seed": seed}
-    settings |= {"lr_scheduler_type": "linear", "teacher_prompt_template": TEMPLATE}
+    settings = DEFAULTS | {"lr_scheduler_type": "linear", "teacher_prompt_template": TEMPLATE}
+    settings |= {"max_steps": steps, "learning_rate": 3e-3, "seed": seed}
     args = fastrl.DistillationConfig(output, max_completion_length=4, **settings)
-    answers = Answers(tokenizer, learned=rows[1000:3000], held_out=rows[3000:3500])
+    answers = Answers(tokenizer, learned=(learned := rows[1000:3000]), held_out=rows[3000:3500])
     given = {"processing_class": tokenizer, "callbacks": [answers], "peft_config": ADAPTER}
-    fastrl.DistillationTrainer(model, None, args, Dataset.from_list(rows[1000:3000]), **given).train()
+    fastrl.DistillationTrainer(model, None, args, Dataset.from_list(learned), **given).train()
     return answers.found
 
 
