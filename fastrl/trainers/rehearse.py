@@ -344,7 +344,8 @@ def _online(
         return {"prompt_ids": ids, "completion_ids": written, "logprobs": None}
 
     trainer._collect.respond = trainer.responding_by(respond)
-    memory.notes.append("the reward functions' memory: left out")
+    if stage.trainer_class.needs_rewards:
+        memory.notes.append("the reward functions' memory: left out")
     stage.train(trainer, trainer._reference, *_taught_by(trainer))
     sizes = {"batch_size": stage.size}
     if "teacher_prompt" in rows:

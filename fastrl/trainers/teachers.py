@@ -242,7 +242,7 @@ class TeacherModels:
                 f"same prompts, so that there is nothing to learn of it: {remedy}, or pass another "
                 "teacher_model"
             )
-        itself = isinstance(own, LiveRefModel)
+        itself = self.is_live
         if own is not None and not itself and not live_alone:
             peft = self._policy.pretrained_model if self._policy.is_peft_model else None
             itself = not (isinstance(own, AdapterOffRefModel) and trained_before(peft))
@@ -252,6 +252,11 @@ class TeacherModels:
                 f"{self.args.teacher_model_kind!r}) behind the same prompts, so that there is "
                 f"nothing to learn of it: {remedy}, or pass teacher_model"
             )
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a teacher is the policy as it is."""
+        return isinstance(self.references.get(_OWN), LiveRefModel)
 
     def _begins_as_teacher(self) -> bool:
         """Whether the one teacher is a model that was loaded from where the policy was, with the

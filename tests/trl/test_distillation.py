@@ -2,6 +2,7 @@
 teacher, prompts, resumed runs, what is refused."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,16 @@ def test_the_policys_own_weights_as_teacher(kind: str, tmp_path: Path) -> None:
             mine.data.lerp_(theirs.data, 0.25)
     loss = divergences(student, teacher, trainer._generations.buffer[0], 1.0).mean()
     assert trainer.state.log_history[1]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_an_evaluation_that_a_live_teacher_says_nothing_in_is_told(tmp_path: Path) -> None:
+    settings = {"train_dataset": prompts(hint=True), "eval_dataset": prompts()}
+    trainer = make(tmp_path, teacher_model_kind="live", **settings)
+    with pytest.warns(UserWarning, match="the evaluation data have no column teacher_prompt"):
+        assert trainer.evaluate()["eval_divergence"] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.evaluate()
 
 
 def test_another_adapter_on_the_same_base(tmp_path: Path) -> None:

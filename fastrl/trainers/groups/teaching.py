@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -89,7 +90,7 @@ class GroupTeaching(Teaching):
             scorer.processes,
         )
         super().__init__(prompts.models, teachers, scorer.pad_token, scorer.args.device)
-        self.prompts, self._rewarded = prompts, rewarded
+        self.prompts, self._rewarded, self._warned = prompts, rewarded, False
 
     def asked(self, samples: Samples, collected: Samples, mode: str) -> Samples:
         """The samples with what their teachers read, and what those that are functions say.
@@ -104,6 +105,13 @@ class GroupTeaching(Teaching):
         read = samples.teacher_prompt_ids
         if read is None and mode == "train":  # a stream may not have named its columns before
             self.models.refuse_itself(live_alone=self._rewarded)
+        elif read is None and self.models.is_live and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the evaluation data have no column teacher_prompt or privileged_context: a "
+                "teacher that is the policy as it is says what the policy says, a divergence of 0",
+                stacklevel=2,
+            )
         name = "what the teacher reads in place of prompt {0} and response {0}".format
         prompts = samples.prompt_ids if read is None else read
         self.models.check_readable(prompts, samples.sequences, samples.teachers, name)
