@@ -133,6 +133,23 @@ def test_a_second_backward_is_refused(backend, device):
         loss.backward()
 
 
+def test_a_loss_that_nothing_is_learned_of_gives_no_gradients():
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            ctx.set_materialize_grads(False)
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    inputs = batch(*SMALL)
+    inputs["hidden"].requires_grad_()
+    Stop.apply(linear_nll_loss(**inputs)[0]).backward()
+    assert inputs["hidden"].grad is None or not inputs["hidden"].grad.any()
+
+
 def test_logits_never_exist(backend, device):
     assert_logits_never_exist(run, batch, device, free=clear, backend=backend, upstream=2.0)
 
