@@ -89,13 +89,6 @@ def _without_zero(p: SamplingParameters) -> tuple[bool | Tensor, SamplingParamet
     return greedy, p._replace(temperature=t)
 
 
-def _log_sum(e: Tensor, total: Tensor | None = None) -> Tensor:
-    """log Σ exp(x - max x) [r, 1] from a softmax e of x: the largest element of e is 1/Σ, and the
-    sum of e corrects that element's rounding."""
-    total = e.sum(-1, keepdim=True) if total is None else total
-    return total.log() - e.amax(-1, keepdim=True).log()
-
-
 def _sample_rows(x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor) -> list[Tensor]:
     """Draws from fp32 logits [r, V], in working memory [2, r, parts, P]: all fields of
     ``SampledTokens``, as columns [r, 1]."""
@@ -105,14 +98,14 @@ def _sample_rows(x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor)
     d, e = memory.flatten(2)  # the last part may reach past the row: its weights there are 0
     d[:, vocabulary:] = -_INF
     torch.sub(x, row_max, out=d[:, :vocabulary])
-    torch.softmax(d, -1, out=e)
     log_sum_t1 = None
     if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
-        log_sum_t1 = _log_sum(e)
-        torch.softmax(tempered(d, p.temperature), -1, out=e)
+        log_sum_t1 = torch.exp(d, out=e).sum(-1, keepdim=True).log()
+        tempered(d, p.temperature)
+    torch.exp(d, out=e)  # not torch.softmax, which adds a row up one after the other
     sums = memory[1].sum(-1)
     total = sums.sum(-1, keepdim=True)
-    log_sum = _log_sum(e, total)
+    log_sum = total.log()
     mean = d.clamp_(min=FLOOR).mul_(e).sum(-1, keepdim=True) / total
     log_kept, cutoff = log_sum, torch.full_like(row_max, -_INF)
     if truncated:
