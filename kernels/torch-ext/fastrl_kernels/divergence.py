@@ -385,12 +385,11 @@ def compare_(
         apart = torch.sub(p, q, out=q if beta == 1 else work[0])
     far = _FAR if 0 < beta < 1 else math.inf
     apart.nan_to_num_(nan=0.0, posinf=far, neginf=-_FAR if 0 < beta < 1 else 0.0)
-    log_p = p
-    if entropies is not None:
-        log_p = work[1].copy_(p)
-    p.exp_()
-    if entropies is not None:
-        torch.neg(log_p.clamp_(min=FLOOR).mul_(p).sum(-1), out=entropies)
+    if entropies is None:
+        p.exp_()
+    else:
+        log_p = torch.clamp(p, min=FLOOR, out=work[1])
+        torch.neg(log_p.mul_(p.exp_()).sum(-1), out=entropies)
     if beta == 0:
         values = means = apart.mul_(q.exp_()).sum(-1)
     elif beta == 1:
