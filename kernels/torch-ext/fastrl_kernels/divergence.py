@@ -311,7 +311,7 @@ class TorchDivergence:
                 w.sub_(p).mul_(-slope)  # exactly 0 where both are equal
                 torch.addcmul(w, p, -g[:, None], out=gradient)
             else:
-                w.sub_(found.means[rows, None]).mul_(slope).sub_(g[:, None])
+                w.mul_(slope).sub_(found.means[rows, None] * slope + g[:, None])
                 torch.mul(w, p, out=gradient)
             if upstream.entropies is not None:
                 gradient.sub_(log_p)
