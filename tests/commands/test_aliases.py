@@ -83,7 +83,7 @@ def test_yaml_takes_them_and_flags_win(tmp_path: Path) -> None:
     ("ppo", "--save-every 3 --save-steps 4", "--save-every and --save-steps are one setting"),
     ("align", '--beta 0.1 --loss-args {"beta":0.2}', "--beta and the beta of loss_args are"),
     ("align", "--beta 0.1 --loss sft", "the loss sft has no coefficient 'beta'"),
-    ("align", "--max-completion-length 9", "--max-completion-length: this task's responses are the data"),
+    ("align", "--max-completion-length 9", "--max-completion-length: this task's responses are"),
     ("ppo", "--beta 0.1", "--beta: it is a coefficient that stays: set --adap-kl-ctrl"),
     ("grpo", "--kl_coef 0.1", "--kl-coef: it is of a KL in the reward"),
     ("grpo", "--epsilon-high 5 --policy-loss cispo", "--epsilon-high: of cispo"),
