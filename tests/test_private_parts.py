@@ -109,7 +109,6 @@ USED = (
     Reason("_get_fsdp_state _fsdp_param_group", "fastrl/models/sharding.py",
      *("torch/distributed/fsdp/_fully_shard/_fully_shard.py", "whether a unit reshards")),
     Reason("_foreach_copy_", "fastrl/rollout/model_runner.py", "", "many copies in one call"),
-    Reason("_weight", "fastrl/rollout/rehearsed_engine.py", "", "of fastrl_kernels: its bytes"),
     Reason("_C _cuda_endAllocateToPool _cuda_releasePool", "fastrl/rollout/cuda_graphs.py",
      *("torch/cuda/memory.py", "a capture that was broken off leaves its pool open")),
     Reason(
