@@ -45,14 +45,16 @@ class Products:
         run. Layers with a forward or a parametrization of their own are left as they are, and so
         are models on a GPU.
         """
-        layers = [layer for model in models if model is not None for layer in _layers(model)]
+        present = [model for model in models if model is not None]
+        layers = [layer for model in present for layer in _layers(model)]
         if layers:
             keep_all_freed_memory()
+        forwards = [(layer, "forward", _Forward(layer)) for layer in layers]
+        gelus = [gelu for model in present for gelu in _gelus(model)]
         with (
             gemm.using(self.choices),
             keeping(x.weight for x in layers),
-            attributes_set(*((x, "forward", _Forward(x)) for x in layers)),
-            attributes_set(*(x for model in models if model is not None for x in _gelus(model))),
+            attributes_set(*forwards, *gelus),
         ):
             yield
 
@@ -108,15 +110,16 @@ class PackedProducts:
             wide = library is gemm.Fp32
             fits = not wide or memory.take(weight.numel() * torch.float32.itemsize)
             content = (dtype, library, fits, weight.data_ptr(), weight._version)
-            kept, forward = before.get(id(layer), (None, _Forward(layer)))
+            kept = before.get(id(layer))
             # Fused optimizers write to weights without a new version.
-            if weight.requires_grad or kept != content:
-                if gemm.Packed.suits(weight, library) and fits:
-                    forward = _PackedForward(layer, gemm.Packed(_rows(layer).to(dtype), wide))
-                elif dtype == weight.dtype and gemm.Packed.suits_few(_rows(layer)):
-                    forward = _TallForward(layer)
-                else:
-                    forward = _Forward(layer)
+            if not weight.requires_grad and kept is not None and kept[0] == content:
+                forward = kept[1]
+            elif gemm.Packed.suits(weight, library) and fits:
+                forward = _PackedForward(layer, gemm.Packed(_rows(layer).to(dtype), wide))
+            elif dtype == weight.dtype and gemm.Packed.suits_few(_rows(layer)):
+                forward = _TallForward(layer)
+            else:
+                forward = _Forward(layer)
             if not (weight.requires_grad or wide):
                 self._kept[id(layer)] = content, forward
             yield layer, forward

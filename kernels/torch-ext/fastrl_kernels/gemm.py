@@ -713,8 +713,9 @@ class Packed:
         its library does not pack: MKL is as fast for w·xᵀ, but that has to be transposed."""
         cpu = device_kind(weight) == "cpu" and type(weight) in _PLAIN
         tall = weight.numel() >= _TALL and len(weight) >= 8 * weight.shape[1]
-        by_rule = forced() is None and library_for(weight) is Mm and OneDnn.absent() is None
-        return cpu and weight.dtype == torch.float32 and tall and by_rule
+        by_mkl = library_for(weight) is Mm and torch.backends.mkl.is_available()
+        free = forced() is None and OneDnn.absent() is None
+        return cpu and weight.dtype == torch.float32 and tall and by_mkl and free
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x wᵀ + b [..., N] of x [..., K], which is cast to the weight's dtype."""
