@@ -73,6 +73,8 @@ class AskedTeacher(RefModel):
     def _checked(
         self, pair: Any, length: int, learned: Tensor, where: str
     ) -> tuple[Tensor, Tensor]:
+        if not length:  # an empty list has no shape to check
+            return torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1)
         try:
             ids, logprobs = (torch.as_tensor(x).detach().cpu() for x in pair)
         except (TypeError, ValueError) as error:

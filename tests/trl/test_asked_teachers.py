@@ -12,6 +12,7 @@ from torch import Tensor
 from fastrl.run.ledger import read_ledger
 from fastrl.samples import Samples
 from fastrl_kernels import reference
+from tests import tiny_models
 from tests.taught import Likeliest, another, exact, log_probs
 from tests.trainers.conftest import GRADIENT_STEP
 from tests.trl.test_distillation import divergences, make, online, prompts
@@ -111,6 +112,31 @@ def test_what_a_function_must_not_say_is_named(change: Any, said: str, tmp_path:
              for of in ("prompt", "completion") for what in ("ids", "mask")}  # fmt: skip
     with pytest.raises(ValueError, match="and not of batches that are passed to compute_loss"):
         trainer.compute_loss(trainer.model, batch)
+
+
+def test_a_function_need_say_nothing_of_a_response_without_tokens(tmp_path: Path) -> None:
+    def says(prompt_ids: list, completion_ids: list, **_: Any) -> list:
+        return [([[3, 4]] * len(x), [[-1.0, -2.0]] * len(x)) for x in completion_ids]
+
+    def responds(prompts: list, trainer: Any) -> dict[str, Any]:
+        written = [[] if i == 1 else [3 + i, 4] for i in range(len(prompts))]
+        ids = [trainer.processing_class(prompt).input_ids for prompt in prompts]
+        return {"prompt_ids": ids, "completion_ids": written, "logprobs": None}
+
+    trainer = make(tmp_path, says, **GRADIENT_STEP)
+    trainer.rollout_func = responds
+    trainer.train()
+    samples = Samples.joined(trainer._generations.buffer)
+    found = []
+    with torch.no_grad():
+        for prompt, response in zip(samples.prompt_ids, samples.sequences, strict=True):
+            if len(response):
+                logp = log_probs(exact(tiny_models.language_model("qwen2")), prompt, response)
+                said = torch.tensor([[3, 4]] * 2), torch.tensor([[-1.0, -2.0]] * 2)
+                found.append(reference.top_divergence(logp, *said, 1.0, "bucket"))
+    assert len(found) == len(samples) - 1
+    loss = trainer.state.log_history[0]["loss"]
+    assert loss == pytest.approx(torch.cat(found).mean().item(), abs=1e-5)
 
 
 def test_the_ledger_has_no_log_probs_of_functions(tmp_path: Path) -> None:
