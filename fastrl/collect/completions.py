@@ -29,6 +29,18 @@ def split_messages(row: Mapping[str, Any], i: int) -> dict[str, Any]:
     return {"prompt": prompt, COMPLETION: answer}
 
 
+def checked_answer(prompt: Any, completion: Any, i: int, where: str) -> Any:
+    """The completion of row ``i``. Raises ValueError for one that does not continue its prompt."""
+    row = {"prompt": prompt, COMPLETION: completion}
+    read, (answer,) = read_row(row, i, _PROMPTED, ANSWERS)
+    if not answer or read != prompt:
+        raise ValueError(
+            f"{where} must continue its prompt: a text a text, messages of the assistant's "
+            "messages; and not be empty"
+        )
+    return answer
+
+
 @dataclass(frozen=True)
 class FromData:
     """Answers prompts by the column ``completion``. A prompt and its completion are tokenised as
@@ -59,15 +71,9 @@ class FromData:
         templates = templates_of(said, columns, rows, self.template)
         fronts, responses = [], []
         for i, row in enumerate(rows):
-            given = {"prompt": said[i], COMPLETION: columns[COMPLETION][i]}
-            prompt, (answer,) = read_row(given, row, _PROMPTED, ANSWERS)
             where = f"the completion of row {row} of the batch, to {said[i]!r:.80},"
-            if not answer or prompt != said[i]:
-                raise ValueError(
-                    f"{where} must continue its prompt: a text a text, messages of the assistant's "
-                    "messages; and not be empty"
-                )
-            front, (ids,) = encoder.with_template(templates[i]).together(prompt, (answer,))
+            answer = checked_answer(said[i], columns[COMPLETION][i], row, where)
+            front, (ids,) = encoder.with_template(templates[i]).together(said[i], (answer,))
             if self.longest is not None:
                 front = front[max(0, len(front) + len(ids) - self.longest) :]
             if not front:

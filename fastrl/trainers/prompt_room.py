@@ -104,13 +104,13 @@ def data_by_name(train: Any, evaluation: Any) -> dict[str, Any]:
     return {"train_dataset": train, **named}
 
 
-def rows_of(data: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Numbers of rows, and rows with their prompt and columns for the chat template; none for a
-    stream, or where a function makes the rows as they are read."""
+def rows_of(data: Any, *further: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Numbers of rows, and rows with their prompt, columns for the chat template and ``further``
+    ones; none for a stream, or where a function makes the rows as they are read."""
     if getattr(data, "column_names", None) is None or is_stream(data):
         return
     if data.format["type"] != "custom":
-        read = ("prompt", ROW, *TEMPLATE_COLUMNS)
+        read = ("prompt", ROW, *TEMPLATE_COLUMNS, *further)
         columns = [name for name in data.column_names if name in read]
         for i, row in enumerate(each_row(data.with_format(None).select_columns(columns))):
             yield row_number(row, i), row

@@ -178,6 +178,10 @@ def beside(**columns: Any) -> dict[str, Any]:
     return {"train_dataset": Dataset.from_dict(columns)}
 
 
+def answered(last: Any) -> dict[str, Any]:
+    return beside(prompt=["w3"] * 8, completion=[" w4"] * 7 + [last])
+
+
 CHAT = [[{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]] * 8
 
 
@@ -187,6 +191,11 @@ CHAT = [[{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4
     ({"seq_kd": True, "teacher_placement": "host"}, "one model of its own on the device"),
     (beside(messages=CHAT, prompt=["w3"] * 8), "has both messages and prompt"),
     (beside(messages=[x[:1] for x in CHAT]), "messages of row 0.* must end with an assistant's"),
+    (answered(""), "of row 7 of train_dataset must continue its prompt: .* and not be empty"),
+    (answered(None), "row 7"),
+    ({"eval_dataset": answered("")["train_dataset"], "lmbda": 1.0}, "row 7 of eval_dataset must"),
+    (beside(prompt=["w3"] * 8, completion=[x[1:] for x in CHAT]),
+     "row 0 of train_dataset must continue its prompt: a text a text"),
     ({"data_collator": len}, "GKDTrainer does not take data_collator: .*messages"),
     ({"lmbda": 1.5}, r"lmbda must lie in \[0, 1\]"),
     ({"beta": -1.0}, r"beta must lie in \[0, 1\]"),
@@ -202,13 +211,14 @@ def test_what_cannot_be_is_refused(settings: Any, said: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(("completions", "settings", "said"), [
     ([" w4 w5 w6 w7"] * 8, {"max_length": 4}, "leave none of its prompt within max_length=4"),
     ([" w4" * 60] * 8, {}, "more than the model's context of"),
-    ([""] * 8, {}, "and not be empty"),
-    ([CHAT[0][1:]] * 8, {}, "must continue its prompt: a text a text"),
+    ([""] * 8, {"max_steps": 1}, "row 0 of the batch, .* and not be empty"),  # as a stream
 ])  # fmt: skip
 def test_a_completion_that_cannot_be_learned_is_refused(
     completions: list[Any], settings: Any, said: str, tmp_path: Path
 ) -> None:
-    data = Dataset.from_dict({"prompt": ["w3 w4"] * 8, "completion": completions})
+    data: Any = Dataset.from_dict({"prompt": ["w3 w4"] * 8, "completion": completions})
+    if "" in completions:
+        data = data.to_iterable_dataset()
     trainer = make(tmp_path, lmbda=0.0, train_dataset=data, **settings)
     with pytest.raises(ValueError, match=said):
         trainer.train()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from fastrl.collect.completions import COMPLETION, MESSAGES, Mixed, split_messages
+from fastrl.collect.completions import (
+    COMPLETION,
+    MESSAGES,
+    Mixed,
+    checked_answer,
+    split_messages,
+)
 from fastrl.collect.respond import Respond
 from fastrl.data.tables import is_stream, list_as_dataset, stream_columns
 from fastrl.models.sharding import is_spread
@@ -12,7 +18,7 @@ from fastrl.run.model_card import Method
 from fastrl.samples import Samples
 from fastrl.trainers.groups.distillation import DistillationTrainer
 from fastrl.trainers.groups.gkd_config import GKDConfig
-from fastrl.trainers.prompt_room import data_by_name
+from fastrl.trainers.prompt_room import data_by_name, rows_of
 
 _REFUSED = {
     "data_collator": "rows are encoded as they are used; give them messages, or prompt and "
@@ -107,15 +113,20 @@ class GKDTrainer(DistillationTrainer):
 
     def _check_completions(self, of_training: bool) -> None:
         """Raises ValueError for a data set without the completions that are learned, or by which
-        an evaluation judges."""
+        an evaluation judges, or with one that does not continue its prompt."""
         for name, data in data_by_name(self.train_dataset, self.eval_dataset).items():
             trains, columns = name == "train_dataset", getattr(data, "column_names", None)
-            if columns is not None and COMPLETION not in columns and (of_training or not trains):
+            if columns is None or (trains and not of_training):
+                continue
+            if COMPLETION not in columns:
                 remedy = ", or set lmbda=1" if trains else ""
                 raise ValueError(
                     f"{name} has no completions, its columns are {', '.join(columns)}: give it "
                     f"messages, or prompt and completion{remedy}"
                 )
+            for i, row in rows_of(data, COMPLETION):
+                where = f"the completion of row {i} of {name}"
+                checked_answer(row["prompt"], row[COMPLETION], i, where)
 
     def _respond_by(self) -> Respond:
         args, data = self.args, self._rollouts.from_data(self.args.max_length)
