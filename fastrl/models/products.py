@@ -118,6 +118,8 @@ class PackedProducts:
                 forward = _PackedForward(layer, gemm.Packed(_rows(layer).to(dtype), wide))
             elif dtype == weight.dtype and gemm.Packed.suits_few(_rows(layer)):
                 forward = _TallForward(layer)
+            elif dtype == torch.float32 and library is gemm.Mm:
+                continue  # as the layer's own forward multiplies
             else:
                 forward = _Forward(layer)
             if not (weight.requires_grad or wide):
