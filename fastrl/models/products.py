@@ -119,7 +119,7 @@ class PackedProducts:
             elif dtype == weight.dtype and gemm.Packed.suits_few(_rows(layer)):
                 forward = _TallForward(layer)
             elif dtype == torch.float32 and library is gemm.Mm:
-                continue  # as the layer's own forward multiplies
+                forward = _PlainForward(layer)
             else:
                 forward = _Forward(layer)
             if not (weight.requires_grad or wide):
@@ -139,6 +139,19 @@ class _Forward:
             with torch.autocast("cpu", enabled=False):
                 return nn.functional.linear(x.to(weight.dtype), weight, bias)
         return gemm.linear(x, weight, bias)
+
+
+class _PlainForward(_Forward):
+    """Multiplies by PyTorch's own library, which needs no choice at each call."""
+
+    def __init__(self, layer: Any):
+        super().__init__(layer)
+        self.weight, self.bias = _rows(layer), layer.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not x.numel():
+            return super().__call__(x)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class _PackedForward(_Forward):

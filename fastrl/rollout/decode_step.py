@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fastrl_kernels
@@ -235,19 +236,16 @@ def _with_barred(
         return ((barred - drawn) / temperature).logsumexp(1) + logprobs
 
     temperature = temperature or 1.0
-    tempered = log_odds(temperature, draw.logprobs)
-    kept, lost = -_log_of_one_plus(tempered), -_log_of_one_plus(-tempered)  # log(1 - q), log q
+    odds = log_odds(temperature, draw.logprobs)
+    kept, lost = F.logsigmoid(-odds), F.logsigmoid(odds)  # log(1 - q), log q
+    kept_t1 = kept if temperature == 1 else F.logsigmoid(-log_odds(1.0, draw.logprobs_t1))
     shares = (barred / temperature).softmax(1).nan_to_num(0.0)  # NaN where nothing was barred
     kept_share, lost_share = kept.exp(), lost.exp()
     among = torch.special.entr(shares).sum(1)
     return draw._replace(
         logprobs=draw.logprobs + kept,
-        logprobs_t1=draw.logprobs_t1 - _log_of_one_plus(log_odds(1.0, draw.logprobs_t1)),
+        logprobs_t1=draw.logprobs_t1 + kept_t1,
         entropies=kept_share * (draw.entropies - kept)
         + lost_share * among
         + torch.special.entr(lost_share),
     )
-
-
-def _log_of_one_plus(log_x: Tensor) -> Tensor:
-    return torch.logaddexp(log_x, torch.zeros_like(log_x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -124,12 +125,13 @@ def choose(backend: str, *tensors: torch.Tensor | None) -> str:
         return explain(device, backend).backend
     # os.environ is looked up anew: datasets replaces it by a copy, where it maps in several
     # processes.
-    asked = (device, backend, getattr(os.environ, "_data", os.environ).get(_VARIABLE))
+    environment: Any = getattr(os.environ, "_data", os.environ)
+    asked: tuple[Any, ...] = device, backend, environment.get(_VARIABLE)
+    if device.type not in TRITON_DEVICES:
+        asked = *asked, environment.get(_INTERPRETER), _active_driver()
     found = _chosen.get(asked)
     if found is None:
-        found = explain(device, backend).backend
-        if device.type in TRITON_DEVICES:
-            _chosen[asked] = found
+        found = _chosen[asked] = explain(device, backend).backend
     return found
 
 
@@ -138,12 +140,13 @@ def _apart(tensors: tuple[torch.Tensor | None, ...]) -> ValueError:
     return ValueError(f"all tensors must be on one device, got {names}: move them to one")
 
 
-# Choices on Triton's devices, by all that they depend on: device, argument, environment variable.
-_chosen: dict[tuple[torch.device, str, Any], str] = {}
-# The name as os.environ keeps it: looking by os.environ itself takes half a microsecond.
+# Choices by all that they depend on.
+_chosen: dict[tuple[Any, ...], str] = {}
+# The names as os.environ keeps them: looking by os.environ itself takes half a microsecond.
 _VARIABLE: Any = BACKEND_VARIABLE
+_INTERPRETER: Any = "TRITON_INTERPRET"
 if hasattr(os.environ, "_data"):
-    _VARIABLE = os.environ.encodekey(BACKEND_VARIABLE)
+    _VARIABLE, _INTERPRETER = map(os.environ.encodekey, (_VARIABLE, _INTERPRETER))
 
 
 class Passes:
@@ -178,9 +181,11 @@ def _triton_obstacle(device: torch.device) -> str | None:
 
 def _compile_only_driver_active() -> bool:
     """Whether a driver that takes CPU tensors is set, as ahead-of-time compilers do."""
-    from triton.runtime import driver
+    active = _active_driver()
+    return active is not None and active.get_active_torch_device().type == "cpu"
 
-    active = getattr(driver, "_active", None)
-    if active is None:
-        return False
-    return active.get_active_torch_device().type == "cpu"
+
+def _active_driver() -> Any:
+    """Triton's driver; None as long as nothing has made or set one."""
+    runtime = sys.modules.get("triton.runtime")
+    return getattr(getattr(runtime, "driver", None), "_active", None)

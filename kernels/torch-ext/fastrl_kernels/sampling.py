@@ -89,9 +89,11 @@ def _without_zero(p: SamplingParameters) -> tuple[bool | Tensor, SamplingParamet
     return greedy, p._replace(temperature=t)
 
 
-def _sample_rows(x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor) -> list[Tensor]:
-    """Draws from fp32 logits [r, V], in working memory [2, r, parts, P]: all fields of
-    ``SampledTokens``, as columns [r, 1]."""
+def _sample_rows(
+    x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draws from fp32 logits [r, V], in working memory [2, r, parts, P]: tokens [r], and the other
+    fields of ``SampledTokens`` [r, 5]."""
     vocabulary = x.shape[-1]
     truncated, (greedy, p) = any(p.truncates(vocabulary)), _without_zero(p)
     row_max = x.amax(-1, keepdim=True)
@@ -130,7 +132,8 @@ def _sample_rows(x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor)
     at_one = at - (log_sum if log_sum_t1 is None else log_sum_t1)
     fields = [scaled - log_sum, at_one, scaled - log_kept, cutoff, log_sum - mean]
     sound = (total > 0) & (row_max > -_INF)
-    return [torch.where(sound, column, -1), *(torch.where(sound, f, math.nan) for f in fields)]
+    numbers = torch.where(sound, torch.cat(fields, -1), math.nan)
+    return torch.where(sound, column, -1).squeeze(-1), numbers
 
 
 def _torch_sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens:
@@ -139,15 +142,15 @@ def _torch_sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> Sample
     step, size = rows_at_a_time(vocabulary), part_size(vocabulary)
     shape = (2, min(step, n), -(-vocabulary // size), size)
     memory = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    fields = [torch.empty(n, 1, dtype=torch.int64, device=logits.device)]
-    fields += [memory.new_empty(n, 1) for _ in SampledTokens._fields[1:]]
+    found = []
     for first in range(0, n, step):
         chunk = slice(first, min(first + step, n))
         x = rows[chunk].float()
-        found = _sample_rows(x, keys[chunk], p.rows(chunk), memory[:, : len(x)])
-        for field, result in zip(fields, found, strict=True):
-            field[chunk] = result
-    return SampledTokens(*(field.squeeze(-1) for field in fields))
+        found.append(_sample_rows(x, keys[chunk], p.rows(chunk), memory[:, : len(x)]))
+    if not found:
+        return SampledTokens(torch.empty_like(keys), *memory.new_empty(5, 0))
+    tokens, numbers = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+    return SampledTokens(tokens, *torch.unbind_copy(numbers, -1))
 
 
 # name: whether it is an integer, a condition for its values, and the condition in words
