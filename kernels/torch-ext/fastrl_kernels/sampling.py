@@ -150,7 +150,7 @@ def _torch_sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> Sample
     if not found:
         return SampledTokens(torch.empty_like(keys), *memory.new_empty(5, 0))
     tokens, numbers = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
-    return SampledTokens(tokens, *torch.unbind_copy(numbers, -1))
+    return SampledTokens(tokens, *(x.clone() for x in numbers.unbind(-1)))
 
 
 # name: whether it is an integer, a condition for its values, and the condition in words
