@@ -275,7 +275,10 @@ def base_of(config: type) -> type | None:
 
 
 def _name_of(config: type) -> str:
-    return (base_of(config) or config).__name__
+    """The name by which users know a class of configurations: a command's flags are one of its
+    trainer's settings."""
+    ours = (x for x in config.__mro__ if x.__module__.partition(".")[0] in _OURS)
+    return next((x.__name__ for x in ours if x.__name__.endswith("Config")), config.__name__)
 
 
 def eras_of(config: type) -> dict[str, Era]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from transformers import TrainingArguments
 
 import fastrl
+from fastrl.eras import eras_of
 from fastrl.settings import idle_settings, refusals
 
 PAGE = Path(__file__).parents[1] / "trl_1x.md"
@@ -279,7 +280,8 @@ def own_settings(method: str) -> list[str]:
     config = getattr(fastrl, f"{method}Config")
     refused = refusals(config)
     others |= ON_BY_DEFAULT.keys()
-    names = [f.name for f in dataclasses.fields(config)]
+    taken = eras_of(config)
+    names = [f.name for f in dataclasses.fields(config) if f.init or f.name in taken]
     return [name for name in names if name not in others and name not in refused]
 
 

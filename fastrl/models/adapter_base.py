@@ -71,7 +71,7 @@ def resize_as_saved(base: Any, adapter_file: str) -> None:
     """
     layers = base.get_input_embeddings(), base.get_output_embeddings()
     names = [f"base_model.model.{name}" for name in _names_of(layers, base)]
-    saved = {_plain_name(k): part.get_shape()[0] for k, part in weights_in([adapter_file])}
+    saved = {plain_name(k): part.get_shape()[0] for k, part in weights_in([adapter_file])}
     rows = [saved[name] for name in names if name in saved]
     if not rows or max(rows) == layers[0].weight.shape[0]:
         return
@@ -147,7 +147,7 @@ def warn_of_other_base(model: Any) -> None:
     if any(getattr(module, "merged", False) for module in base.modules()):
         return
     name = _name_of(model)
-    weights = {_plain_name(key): p for key, p in base.named_parameters()}
+    weights = {plain_name(key): p for key, p in base.named_parameters()}
     for key, part in weights_in(_files(name, base)):
         weight = weights.get(key)
         if weight is None or not _comparable(weight, part):
@@ -286,10 +286,11 @@ def _plain(module: Any) -> Any:
 def _names_of(layers: Sequence[Any], base: Any) -> list[str]:
     """The names of layers' weights in a base, as they are without adapters."""
     names = [name for name, x in base.named_modules() if any(x is layer for layer in layers)]
-    return [_plain_name(f"{name}.weight") for name in names]
+    return [plain_name(f"{name}.weight") for name in names]
 
 
-def _plain_name(key: str) -> str:
+def plain_name(key: str) -> str:
+    """The name of a base's weight without PEFT's wrappers."""
     for wrapper in _WRAPPERS:
         key = key.replace(wrapper, "")
     return key

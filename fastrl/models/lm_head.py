@@ -281,7 +281,7 @@ def choose_head(model: Any, inputs: Inputs) -> Head:
             return str(error)
         pairs = zip((*got[0][:2], got[1]), (*expected[0][:2], expected[1]), strict=True)
         if all(
-            a.shape == b.shape and torch.allclose(a.float(), b.float(), _TOLERANCE, off)
+            a.shape == b.shape and torch.allclose(a.float(), b.float(), _TOLERANCE, off, True)
             for (a, b), off in zip(pairs, (rounding, rounding, _TOLERANCE), strict=True)
             if a is not None and b is not None
         ):

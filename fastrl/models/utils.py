@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fastrl.models.master_weights import LOW_PRECISION
 from fastrl.models.quantised import (
@@ -35,6 +35,22 @@ def base_of(model: Any) -> Any:
     """The model of transformers within wrappers of fastrl and PEFT, or the model itself."""
     model = getattr(model, "pretrained_model", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class _SavedAsItIs(GenerationConfig):
+    """A generation config that is saved whatever it holds."""
+
+    def validate(self, **options: Any) -> None:  # type: ignore[override]
+        super().validate(**{**options, "strict": False})
+
+
+def keep_savable(model: Any) -> None:
+    """Lets a model be saved with a generation config that transformers finds fault with, such as a
+    temperature without ``do_sample``, which files of Llama 2's time have. transformers refuses one
+    that has changed since it was loaded, as by the tokenizer's ids; it warns of others."""
+    config = getattr(base_of(model), "generation_config", None)
+    if type(config) is GenerationConfig:
+        config.__class__ = _SavedAsItIs
 
 
 def cache_argument(model: Any) -> str:

@@ -22,6 +22,7 @@ from fastrl.models.optimizers import class_and_keywords, optimizer_name, steps_i
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import is_spread, spread
+from fastrl.models.utils import keep_savable
 from fastrl.overrides import overridden
 from fastrl.run.checkpoints import OF_TRANSFORMERS, Checkpoints
 from fastrl.run.fingerprint import fingerprint
@@ -131,6 +132,7 @@ class BaseTrainer(OpenTrainer):
         self._says_precision = settle_precision(args, model)
         if isinstance(model, nn.Module):
             refuse_fp16_twice(model, str(args.mixed_precision))
+            keep_savable(model)
         super().__init__(args=args, model=model, **kwargs)
         check_best_metric(self.args, self.eval_dataset)
         # A user's function may change the working directory.

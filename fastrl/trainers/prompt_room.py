@@ -24,6 +24,7 @@ class PromptRoom:
             no limit but the context.
         longest: tokens that prompts are cut to; None: they are not.
         limit: the setting that ``most`` is.
+        whose: whose model it is, for messages.
     """
 
     def __init__(
@@ -35,12 +36,18 @@ class PromptRoom:
         most_of_a_pass: int | None = None,
         longest: int | None = None,
         limit: str = "max_completion_length",
+        whose: str = "the",
     ):
         self._layout, self._most, self._most_of_a_pass = layout_of(model), most, most_of_a_pass
         self._tokenizer, self._template, self._longest = tokenizer, template, longest
-        self._limit = limit
+        self._limit, self._whose = limit, whose
 
     def check_data(self, train: Any, evaluation: Any) -> None:
+        """Does :meth:`check_rows` for data to train and evaluate on."""
+        for name, data in data_by_name(train, evaluation).items():
+            self.check_rows(data, name)
+
+    def check_rows(self, data: Any, name: str) -> None:
         """Checks the first row, blank rows, and rows whose texts have more bytes than there is room
         for tokens. Rows of streams, and rows that only a chat template makes too long, are checked
         as they are learned from.
@@ -48,19 +55,18 @@ class PromptRoom:
         Raises:
             ValueError: a prompt too long, or blank and without a token; the message names its row.
         """
-        for name, data in data_by_name(train, evaluation).items():
-            doubtful = (
-                (f"the prompt of row {i} of {name}", row["prompt"], self._template_of(row, i))
-                for first, (i, row) in enumerate(rows_of(data))
-                if not first
-                or is_blank(row["prompt"])
-                or self._exceeded(_bytes_of(row["prompt"])) is not None
-            )
-            while chunk := list(itertools.islice(doubtful, _AT_A_TIME)):
-                names, prompts, templates = zip(*chunk, strict=True)
-                rows = ids_of_prompts(prompts, self._tokenizer, templates, names, self._longest)
-                for where, ids in zip(names, rows, strict=True):
-                    self.check(ids, where)
+        doubtful = (
+            (f"the prompt of row {i} of {name}", row["prompt"], self._template_of(row, i))
+            for first, (i, row) in enumerate(rows_of(data))
+            if not first
+            or is_blank(row["prompt"])
+            or self._exceeded(_bytes_of(row["prompt"])) is not None
+        )
+        while chunk := list(itertools.islice(doubtful, _AT_A_TIME)):
+            names, prompts, templates = zip(*chunk, strict=True)
+            rows = ids_of_prompts(prompts, self._tokenizer, templates, names, self._longest)
+            for where, ids in zip(names, rows, strict=True):
+                self.check(ids, where)
 
     def longest_of(self, data: Any) -> int:
         """The most tokens of a data set's prompts, as they are cut; 0 where they are not known."""
@@ -85,8 +91,8 @@ class PromptRoom:
         if limit is not None:
             raise ValueError(
                 f"{name} has {len(ids)} tokens; with {self._most or 1} of its response "
-                f"({self._limit}) it exceeds the {limit}: leave such prompts out of the data set, "
-                f"or lower {self._limit}"
+                f"({self._limit}) it exceeds {self._whose} {limit}: leave such prompts out of the "
+                f"data set, or lower {self._limit}"
             )
 
     def _exceeded(self, tokens: int) -> str | None:

@@ -14,7 +14,7 @@ from fastrl.config import TeacherArguments, parse_json
 from fastrl.data.batch import check_token_lists
 from fastrl.data.chat import TEMPLATE_COLUMNS, check_messages, content_text, is_chat, templates_of
 from fastrl.data.choose_padding import Packing, logprobs_and_values
-from fastrl.data.prompt_ids import ids_of_prompts
+from fastrl.data.prompt_ids import ids_of_prompts, token_ids
 from fastrl.data.tables import ROW, is_stream
 from fastrl.data.token_batch import Padding
 from fastrl.learn.asked_teacher import AskedTeacher
@@ -30,7 +30,7 @@ from fastrl.learn.ref_model import (
     StartAdapterRefModel,
     choose_ref_model,
 )
-from fastrl.learn.ref_model.adapter import trained_before
+from fastrl.learn.ref_model.adapter import base_weights, trained_before
 from fastrl.learn.scorer import check_tokens
 from fastrl.learn.teacher import Teachers, TeacherSettings
 from fastrl.models import CausalLMPolicy, PreTrainedModelWrapper
@@ -40,7 +40,7 @@ from fastrl.models.layout import layout_of
 from fastrl.models.load import load_language_model, load_tokenizer
 from fastrl.models.model_files import ADAPTER_CONFIG, find_file, is_path
 from fastrl.models.scoring import PassLimit
-from fastrl.models.utils import checksum
+from fastrl.models.utils import base_of, checksum
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
 from fastrl.trainers.prompt_room import PromptRoom
@@ -213,13 +213,25 @@ class TeacherModels:
                     "sampled, and teacher_kl_in='reward' reads its log-prob: choose 'loss'"
                 )
             return AskedTeacher(name, loaded, self.args.teacher_rest, len(self.tokenizer))
-        if loaded is policy.pretrained_model:
+        if loaded in (policy.pretrained_model, base_of(policy)):
             raise ValueError(
                 f"teacher {name!r} is the model that is trained: leave teacher_model out, and "
-                "choose teacher_model_kind='live'"
+                "choose teacher_model_kind='live', or 'base' for the model as training begins"
+            )
+        head = getattr(loaded, "get_output_embeddings", lambda: None)()
+        if head is None or loaded.config.is_encoder_decoder:
+            raise TypeError(
+                f"teacher {name!r} is a {type(loaded).__name__}, which is no causal language "
+                "model: load it with AutoModelForCausalLM"
+            )
+        weight = head.weight
+        plain = weight.is_floating_point() and weight.device.type != "meta"
+        if plain and not weight.isfinite().all():
+            raise ValueError(
+                f"the head of teacher {name!r} has weights that are NaN or infinite: load a model "
+                "whose training went well"
             )
         check_same_tokenizer(self.tokenizer, loaded, name, trusted)
-        head = loaded.get_output_embeddings()
         self.sizes.add(head.weight.shape[0])
         teacher = CausalLMPolicy(loaded)
         if self.args.teacher_placement == "host":
@@ -260,16 +272,23 @@ class TeacherModels:
 
     def _begins_as_teacher(self) -> bool:
         """Whether the one teacher is a model that was loaded from where the policy was, with the
-        same weights."""
-        (teacher,) = (x.model for x in self.references.values())
-        if teacher is None or self._policy.is_peft_model:
+        same weights, or an adapter with the weights of the policy's."""
+        (reference,) = self.references.values()
+        model, adapts = self._policy.pretrained_model, self._policy.is_peft_model
+        if isinstance(reference, OwnAdapterRefModel):
+            return reference.equals_active()
+        if reference.model is None or (adapts and trained_before(model)):
             return False
-        model, other = self._policy.pretrained_model, teacher.pretrained_model
+        other = reference.model.pretrained_model
         path = getattr(model.config, "name_or_path", "")
         if not path or path != getattr(other.config, "name_or_path", ""):
             return False
-        pairs = zip(model.parameters(), other.parameters(), strict=True)
-        return all(torch.equal(x.detach().to(y), y) for x, y in pairs)
+        own = base_weights(model)
+        named = dict(other.named_parameters())
+        return own.keys() == named.keys() and all(
+            x.shape == (y := named[name]).shape and torch.equal(x.detach().to(y), y)
+            for name, x in own.items()
+        )
 
     def read_by(self) -> list[Any]:
         """The language models that read teachers' prompts."""
@@ -390,7 +409,7 @@ class TeacherModels:
             if limit is not None:
                 raise ValueError(
                     f"{name_of(i)} have {len(prompt)} + {len(response)} tokens, beyond the "
-                    f"teacher's {limit}: shorten the teacher's prompt"
+                    f"teacher's {limit}: shorten what the teacher reads"
                 )
             rows = min(self.sizes)
             if len(self.sizes) > 1 and len(response) and int(response.max()) >= rows:
@@ -460,23 +479,33 @@ class TeacherPrompts:
         self.args: TeacherArguments = models.args
         self._tokenizer = models.tokenizer
         of_a_pass = models.args.micro_batch_tokens
+        cut = getattr(self.args, "max_prompt_length", None)
         self._rooms = [
-            PromptRoom(model, most, self._tokenizer, template, of_a_pass, limit=limit)
+            PromptRoom(
+                model, most, self._tokenizer, template, of_a_pass, cut, limit, "the teacher's"
+            )
             for model in models.read_by()
         ]
         self.longest = 0
 
-    def check(self, data: Any, name: str) -> None:
+    def check(self, data: Any, name: str, as_given: bool = True) -> None:
         """Checks all rows of a data set; those of a stream are checked as they are learned from.
+
+        Args:
+            as_given: whether the policy answers the data's prompts, and not others in their place.
 
         Raises:
             ValueError: names the row whose teacher's prompt is absent or leaves no room, or whose
-                teacher is not known.
+                teacher is not known; what :meth:`PromptRoom.check_rows` does of the policy's
+                prompts, where teachers read these.
         """
         names = getattr(data, "column_names", None)
         if names is None or is_stream(data) or data.format["type"] == "custom":
             return
         read = {"prompt", ROW, PROMPT, CONTEXT, self.args.teacher_column, *TEMPLATE_COLUMNS}
+        if as_given and not {PROMPT, CONTEXT} & {*names}:
+            for room in self._rooms:
+                room.check_rows(data, name)
         rows = data.with_format(None).select_columns([x for x in names if x in read])
         for first in range(0, len(rows), _AT_A_TIME):
             part = rows.select(range(first, min(first + _AT_A_TIME, len(rows))))
@@ -486,6 +515,13 @@ class TeacherPrompts:
             found = self._of(prompts, columns, numbers, [f"row {i} of {name}" for i in numbers])
             lengths = map(len, found.get("teacher_prompt_ids", ()))
             self.longest = max(self.longest, *lengths, 0)
+
+    def check_own(self, prompts: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Raises ValueError for a prompt of the policy's, as token ids, that its teachers, who read
+        it, have no room for."""
+        for ids, name in zip(prompts, names, strict=True):
+            for room in self._rooms:
+                room.check(ids, name)
 
     def of(self, samples: Samples, places: Sequence[str] = ()) -> dict[str, Any]:
         """The columns ``teacher_prompt_ids`` and ``teachers`` of samples. Raises ValueError as
@@ -529,6 +565,11 @@ class TeacherPrompts:
 
     def _read(self, prompt: Any, text: Any, context: Any, where: str) -> Any:
         """What the teacher reads in place of a prompt."""
+        if text is not None and context is not None:
+            raise ValueError(
+                f"{where} has both {PROMPT} and {CONTEXT}, and a teacher's prompt is made of one "
+                "of them: leave one of the columns out"
+            )
         if text is not None:
             return text
         if context is None:
@@ -541,6 +582,11 @@ class TeacherPrompts:
             messages = context if has_roles else [{"role": "user", "content": context}]
             check_messages(messages, f"{CONTEXT} of {where}")
             context = "\n".join(map(content_text, messages))
+        if isinstance(context, list | tuple | Mapping):
+            raise ValueError(
+                f"{where}: {CONTEXT} is a {type(context).__name__}: it must be a text, or messages "
+                "with their contents"
+            )
         context = str(context)
         if isinstance(prompt, str):
             return self._filled(prompt, context)
@@ -651,10 +697,8 @@ def check_same_tokenizer(tokenizer: Any, model: Any, name: str, trusted: bool = 
             "teacher's. Divergences compare probabilities of the same tokens: take a teacher of "
             "the policy's family"
         )
-    for text, *both in zip(
-        _PROBES, *(ids_of_prompts(_PROBES, x) for x in (tokenizer, theirs)), strict=True
-    ):
-        mine, its = (ids.tolist() for ids in both)
+    for text in _PROBES:
+        mine, its = (token_ids(text, x).tolist() for x in (tokenizer, theirs))
         if mine != its:
             raise ValueError(
                 f"teacher {name!r} has another tokenizer: {text!r} is {mine[:8]}… to the policy's "

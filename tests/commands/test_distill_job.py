@@ -32,6 +32,11 @@ def folder(world):
     (world / "hinted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in hinted))
     both = [{**x, **y} for x, y in zip(rows, hinted, strict=True)]
     (world / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
+    two = [{**row, "teacher_prompt": row["prompt"]} for row in rows]
+    (world / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in two))
+    untitled = [{"words": row["prompt"]} for row in rows]
+    (world / "untitled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in untitled))
+    (world / "lines.txt").write_text("".join(row["prompt"] + "\n" for row in rows))
     model = AutoModelForCausalLM.from_pretrained(world / "lm")
     model.save_pretrained(world / "other")
     GPT2ForSequenceClassification(model.config).save_pretrained(world / "scored")
@@ -158,7 +163,9 @@ def test_a_run_that_is_resumed_is_the_run_and_its_samples_are_drawn_again(folder
     ({"hint-column": "answer"}, "name the one that holds what the teacher knows"),
     ({"hint-column": "prompt"}, "hint_column='prompt': the data have the columns prompt, solution"),
     ({"dataset": "both.jsonl", "hint-column": "solution"}, "leave hint_column out, or remove"),
-    ({"teacher": "wide", "dataset": "reviews.jsonl"}, "train_dataset needs a column prompt"),
+    ({"teacher": "wide", "dataset": "untitled.jsonl"}, "none of the columns prompt, query, text"),
+    ({"dataset": "two.jsonl", "hint-column": "solution"}, "has both teacher_prompt and privileged"),
+    ({"teacher": "lm", "lora-r": 2}, "has the very weights that the policy begins with"),
     ({"teacher": "wide", "missing-eos-penalty": 1},
      "--missing-eos-penalty 1.0 is not supported: nothing is rewarded here"),
     ({"teacher": "wide", "teacher-kl-coef": 0.5}, "--teacher-kl-coef 0.5 is not supported: the"),
@@ -171,6 +178,12 @@ def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, messag
     (*_, last) = capsys.readouterr().err.rstrip("\n").split("\n")
     assert message in last
     assert not (tmp_path / "run").exists()
+
+
+def test_a_file_of_lines_has_prompts(folder, tmp_path, capsys):
+    flags = {"teacher": "wide", "dataset": "lines.txt", "max-steps": 1}
+    assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 0
+    assert capsys.readouterr().err.count("prompts are its column 'text'") == 1
 
 
 def test_a_row_is_named_by_its_place_in_the_file(folder, tmp_path, capsys):

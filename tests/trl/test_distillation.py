@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from peft import get_peft_model
+from peft import AutoPeftModelForCausalLM, get_peft_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fastrl import DistillationConfig, DistillationTrainer
 from fastrl.models.scoring import PassLimit
@@ -451,6 +452,30 @@ def long_hint(_: Path) -> dict[str, Any]:
     return {"train_dataset": prompts(privileged_context=context)}
 
 
+def adapter_as_both(folder: Path) -> dict[str, Any]:
+    """A policy with an adapter, which is its teacher, too."""
+    tiny_models.language_model("qwen2").save_pretrained(folder / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    adapted = get_peft_model(model, copy.deepcopy(LORA))
+    torch.nn.init.normal_(next(p for n, p in adapted.named_parameters() if "lora_B" in n))
+    adapted.save_pretrained(folder / "adapter")
+    model = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", is_trainable=True)
+    return {"model": model, "teacher": str(folder / "adapter")}
+
+
+def base_with_adapter(folder: Path) -> dict[str, Any]:
+    """A policy with a new adapter, and its base once more."""
+    tiny_models.language_model("qwen2").save_pretrained(folder)
+    model, teacher = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+    return {"model": model, "teacher": teacher, "peft_config": copy.deepcopy(LORA)}
+
+
+def without_numbers(_: Path) -> Any:
+    model = another()
+    torch.nn.init.constant_(model.get_output_embeddings().weight, torch.nan)
+    return model
+
+
 @pytest.mark.parametrize(("teacher", "settings", "said"), [
     (swapped, {}, "'w5' is token 5 of the policy's, and 'w6' of the teacher"),
     (of_another, long_hint, "the teacher's prompt of row 3 of train_dataset has 6. tokens"),
@@ -473,6 +498,20 @@ def long_hint(_: Path) -> dict[str, Any]:
      lambda _: {"train_dataset": prompts(
          privileged_context=[[{"role": "user", "content": [WORD, PICTURE]}]] * 8)},
      "privileged_context of row 0 of train_dataset, message 0 has content of the type 'image'"),
+    (of_another, lambda _: {"train_dataset": prompts(privileged_context=[["w3"]] * 8)},
+     "row 0 of train_dataset: privileged_context is a list: it must be a text, or messages"),
+    (of_another,
+     lambda _: {"train_dataset": prompts(hint=True, teacher_prompt=["w4"] * 8)},
+     "row 0 of train_dataset has both teacher_prompt and privileged_context"),
+    (None, lambda _: {"train_dataset": prompts(teacher_prompt=prompts()["prompt"])},
+     "the policy itself .*behind the same prompts"),
+    (None, adapter_as_both, "has the very weights that the policy begins with"),
+    pytest.param(None, base_with_adapter, "has the very weights that the policy begins with",
+                 marks=pytest.mark.filterwarnings("ignore:teacher .* no tokenizer is saved")),
+    (lambda _: another(max_position_embeddings=8), {},
+     "row 0 of train_dataset has 3 tokens; with 6 .* exceeds the teacher's model's context of 8"),
+    (without_numbers, {}, "the head of teacher 'Qwen2ForCausalLM' has weights that are NaN"),
+    (lambda _: another().model, {}, "is a Qwen2Model, which is no causal language model"),
     (of_another, {"teacher_prompt_template": "{prompt}"}, r"has no \{privileged_context\}"),
     (of_another, {"fp16": True}, "fp16=True scales the loss"),
     (of_another, {"teacher_kl_coef": 0.5}, "teacher_kl_coef=0.5 is not supported by Distillation"),
@@ -482,8 +521,10 @@ def test_what_cannot_be_is_refused(teacher: Any, settings: Any, said: str, tmp_p
     def settled(x: Any) -> Any:
         return x(tmp_path / "teacher") if callable(x) else x
 
+    given = dict(settled(settings))
+    teacher = given.pop("teacher", settled(teacher))
     with pytest.raises((ValueError, TypeError), match=said):
-        make(tmp_path / "run", settled(teacher), **settled(settings))
+        make(tmp_path / "run", teacher, **given)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
@@ -494,8 +535,9 @@ def stream(_: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("teacher", "settings", "said"), [
     (None, stream, "the policy itself .*behind the same prompts"),
-    (lambda _: another(max_position_embeddings=8), {},
-     "in place of prompt 0 and response 0 have 3 . 6 tokens, beyond the teacher's model's con.* 8"),
+    (lambda _: another(max_position_embeddings=8),
+     lambda _: {"train_dataset": prompts().to_iterable_dataset()},
+     "^prompt . and response . have 3 . 6 tokens, beyond the teacher's model's context of 8"),
     (of_another, lambda _: {"model": tiny_models.language_model("qwen2", vocab_size=600)},
      "response 0 have the token ..., a row of padding .*another model has 97 rows"),
 ])  # fmt: skip
@@ -545,6 +587,22 @@ def test_passes_without_a_token_to_learn_are_no_part_of_the_divergence(
         (logged,) = learned(trainer, lambda i: i % 2 == 1)
         found.append((logged["loss"], logged["divergence"]))
     assert found[1] == pytest.approx(found[0], abs=1e-6)
+
+
+def test_a_generation_config_that_transformers_finds_fault_with_is_saved(tmp_path: Path) -> None:
+    """A temperature without do_sample, as Llama 2's files have; the tokenizer's ids change it."""
+    tiny_models.language_model("qwen2").save_pretrained(tmp_path / "model")
+    GenerationConfig(temperature=0.9, top_p=0.6).to_json_file(
+        tmp_path / "model" / "generation_config.json"
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    trainer = make(tmp_path / "run", another(), model, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-1"):
+        saved = GenerationConfig.from_pretrained(folder)
+        assert (saved.temperature, saved.top_p) == (0.9, 0.6)
+        assert saved.pad_token_id == tiny.tokenizer().pad_token_id
 
 
 @pytest.mark.parametrize("kind", ["list", "tokenizer"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastrl.learn.ref_model.base import RefModel
 from fastrl.learn.ref_model.copy import mix
+from fastrl.models.adapter_base import plain_name
 from fastrl.models.adapters import (
     REFERENCE_ADAPTER,
     acting,
@@ -47,13 +48,23 @@ def trained_before(peft_model: Any) -> bool:
 def trained_below(peft_model: Any) -> dict[str, nn.Parameter]:
     """The base's own weights that are trained beside an adapter, by name, such as the biases of
     LoRA's ``bias="all"``: they act whether the adapter is on or off."""
+    return {name: p for name, p in _below(peft_model).items() if p.requires_grad}
+
+
+def base_weights(model: Any) -> dict[str, nn.Parameter]:
+    """A model's own weights by name, of one with an adapter those that its base has without it."""
+    if not hasattr(model, "peft_config"):
+        return dict(model.named_parameters())
+    below = _below(model).items()
+    return {plain_name(name).removeprefix("base_model.model."): p for name, p in below}
+
+
+def _below(peft_model: Any) -> dict[str, nn.Parameter]:
+    """The weights that are not an adapter's, by name."""
     prefix = getattr(peft_model.base_model, "prefix", None)
     added = _ADDED if prefix is None else (prefix, *_ADDED)
-    return {
-        name: p
-        for name, p in peft_model.named_parameters()
-        if p.requires_grad and not any(part.startswith(added) for part in name.split("."))
-    }
+    named = peft_model.named_parameters()
+    return {n: p for n, p in named if not any(x.startswith(added) for x in n.split("."))}
 
 
 class SwitchedAdapter(RefModel):
@@ -157,6 +168,16 @@ class OwnAdapterRefModel(SwitchedAdapter):
         named = self._peft.named_parameters()
         added = {name: p.data for name, p in named if f".{self._name}." in name}
         return {**added, **self._begun}
+
+    def equals_active(self) -> bool:
+        """Whether the adapter that is trained has the same weights now."""
+        active, named = self._peft.active_adapter, dict(self._peft.named_parameters())
+        mine = {name.replace(f".{self._name}.", f".{active}."): name for name in named}
+        mine = {theirs: name for theirs, name in mine.items() if theirs != name}
+        others = {name for name in named if f".{active}." in name}
+        return mine.keys() == others and all(
+            torch.equal(named[theirs], named[name]) for theirs, name in mine.items()
+        )
 
     def _switched(self) -> contextlib.AbstractContextManager[None]:
         return acting(self._peft, self._name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.config import parse_json
-from fastrl.data.tables import PROMPT, columns_of
+from fastrl.data.tables import PROMPT, columns_of, find_prompt_column
+from fastrl.run.launcher import is_main_process
 from fastrl.settings import setting, setting_like
 from fastrl.tools.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.trainers.groups.distillation_config import DistillationConfig
@@ -36,6 +38,20 @@ class DistillJob(FitJob):
         8,
         within="[0, inf)",
     )
+
+    def prompted(self, *tables: Dataset | None) -> list[Any]:
+        """The data with the column of prompts by the trainer's name for it, as ``text`` of a file
+        of lines; raises ValueError for data without one."""
+        columns = [data and find_prompt_column(data, None) for data in tables]
+        if columns[0] != PROMPT and is_main_process():
+            print(
+                f"{self.dataset} has no column {PROMPT!r}: prompts are its column {columns[0]!r}",
+                file=sys.stderr,
+            )
+        return [
+            data and data.rename_columns({column: PROMPT} if column != PROMPT else {})
+            for data, column in zip(tables, columns, strict=True)
+        ]
 
     def hinted(self, data: Dataset) -> Dataset:
         """The data with the column of hints by the trainer's name for it; raises ValueError for
@@ -116,6 +132,7 @@ def make_trainer(job: DistillJob, flags: DistillFlags) -> Any:
     if flags.teacher_model_name_or_path is not None:
         flags.teacher_model_init_kwargs = {"dtype": job.dtype, **given}
     train, held_out, tokenizer = job.begin(flags)
+    train, held_out = job.prompted(train, held_out)
     if job.hint_column is not None:
         train, held_out = (data and job.hinted(data) for data in (train, held_out))
     return DistillationTrainer(

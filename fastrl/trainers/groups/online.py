@@ -194,6 +194,7 @@ class OnlineTrainer(BaseTrainer, ABC):
             data_by_name(train_dataset, eval_dataset),
             fresh=fresh,
             rewarded=self.needs_rewards,
+            as_given=rollout_func is None and environments is None,
             refused={f"{own}: leave teacher_kl_coef at 0": self.has_own_loss},
         )
         self.rewards = rewards

@@ -249,7 +249,8 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
         if self.generation_batch_size % self.num_generations:
             raise ValueError(
                 f"generation_batch_size ({self.generation_batch_size}) must be divisible by "
-                f"num_generations ({self.num_generations}), so that it holds whole groups"
+                f"num_generations ({self.num_generations}), so that it holds whole groups: set "
+                "num_generations, per_device_train_batch_size or gradient_accumulation_steps so"
             )
         generations = self.num_generations_eval or self.num_generations
         if self.do_eval and str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no":

@@ -70,8 +70,8 @@ class SDFTConfig(DistillationConfig):
     def __post_init__(self) -> None:
         if self.beta is not None:
             self.distillation_alpha = self.beta
-        self.beta = self.distillation_alpha
         super().__post_init__()
+        self.beta = self.distillation_alpha
 
     @property
     def longest_teacher_prompt(self) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.collect.ledger import teacher_columns
+from fastrl.data.tables import is_stream
 from fastrl.learn.samples import of_learned
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.scoring import PassLimit
@@ -18,7 +19,10 @@ from fastrl.rewards.identity import identities_of
 from fastrl.run.metric_means import MetricMeans, mean_of
 from fastrl.samples import Samples
 from fastrl.trainers.groups.log_probs import ResponseScorer
+from fastrl.trainers.prompt_room import rows_of
 from fastrl.trainers.teachers import (
+    CONTEXT,
+    PROMPT,
     SCALED,
     TEACHER_COLUMNS,
     TeacherPrompts,
@@ -36,6 +40,7 @@ def taught_by(
     *,
     fresh: bool,
     rewarded: bool,
+    as_given: bool,
     refused: Mapping[str, bool],
 ) -> TeacherPrompts | None:
     """The teachers that a trainer is given, with what they read in the data; None without teachers.
@@ -44,6 +49,7 @@ def taught_by(
         data: the data sets by the names of their arguments.
         fresh: whether the policy's adapter, if any, is new.
         rewarded: whether the policy learns of rewards, too.
+        as_given: see :meth:`TeacherPrompts.check`.
         refused: see :func:`fastrl.trainers.teachers.teachers_of`.
 
     Raises:
@@ -54,14 +60,25 @@ def taught_by(
     models = teachers_of(given, args, policy, tokenizer, coef=coef, fresh=fresh, refused=refused)
     if models is None:
         return None
-    named = getattr(data["train_dataset"], "column_names", None)
-    if named is not None and not {*named} & {*TEACHER_COLUMNS}:
+    if _reads_the_same(data["train_dataset"]):
         models.refuse_itself(live_alone=rewarded)
     template = dict(args.chat_template_kwargs or {})
     prompts = TeacherPrompts(models, template, args.generation_arguments.get("max_new_tokens"))
     for name, each in data.items():
-        prompts.check(each, name)
+        prompts.check(each, name, as_given)
     return prompts
+
+
+def _reads_the_same(data: Any) -> bool:
+    """Whether a teacher reads the policy's own prompts, by the columns of a data set."""
+    named = getattr(data, "column_names", None)
+    if named is None or not {*named} & {*TEACHER_COLUMNS}:
+        return named is not None
+    if CONTEXT in named:
+        return False
+    return all(row["prompt"] == row[PROMPT] for _, row in rows_of(data, PROMPT)) and not (
+        is_stream(data) or data.format["type"] == "custom"
+    )
 
 
 class GroupTeaching(Teaching):
@@ -113,6 +130,8 @@ class GroupTeaching(Teaching):
                 stacklevel=2,
             )
         name = "what the teacher reads in place of prompt {0} and response {0}".format
+        if read is None:
+            name = "prompt {0} and response {0}".format
         prompts = samples.prompt_ids if read is None else read
         self.models.check_readable(prompts, samples.sequences, samples.teachers, name)
         return self.models.asked(samples, collected.columns or {})

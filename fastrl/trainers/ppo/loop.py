@@ -240,7 +240,9 @@ class Loop:
             models.refuse_itself(live_alone=True)
         most = self.generation_kwargs.get("max_new_tokens")
         taught = TeacherPrompts(models, {}, most, "max_new_tokens")
-        taught.of(samples, list(map(self.prompts.name_of, samples.prompt_rows)))
+        names = list(map(self.prompts.name_of, samples.prompt_rows))
+        if not taught.of(samples, names).get("teacher_prompt_ids"):
+            taught.check_own(samples.prompt_ids, names)
         return taught
 
     def _respond_by(
