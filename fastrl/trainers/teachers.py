@@ -271,20 +271,16 @@ class TeacherModels:
         return isinstance(self.references.get(_OWN), LiveRefModel)
 
     def _begins_as_teacher(self) -> bool:
-        """Whether the one teacher is a model that was loaded from where the policy was, with the
-        same weights, or an adapter with the weights of the policy's."""
+        """Whether the one teacher is a model with the policy's weights, or an adapter with those of
+        the policy's."""
         (reference,) = self.references.values()
         model, adapts = self._policy.pretrained_model, self._policy.is_peft_model
         if isinstance(reference, OwnAdapterRefModel):
             return reference.equals_active()
         if reference.model is None or (adapts and trained_before(model)):
             return False
-        other = reference.model.pretrained_model
-        path = getattr(model.config, "name_or_path", "")
-        if not path or path != getattr(other.config, "name_or_path", ""):
-            return False
         own = base_weights(model)
-        named = dict(other.named_parameters())
+        named = dict(reference.model.pretrained_model.named_parameters())
         return own.keys() == named.keys() and all(
             x.shape == (y := named[name]).shape and torch.equal(x.detach().to(y), y)
             for name, x in own.items()
