@@ -22,6 +22,7 @@ from .rng import sample_keys
 from .rotary import rotate_and_store
 from .sampling import sample_tokens
 from .swiglu import swiglu
+from .token_sets import TokenSets
 from .types import (
     Extras,
     HeadNorms,
@@ -53,6 +54,7 @@ __all__ = [
     "TeacherHead",
     "TeacherTokens",
     "TokenDivergences",
+    "TokenSets",
     "ValueTerm",
     "VocabParallel",
     "advance_slots",

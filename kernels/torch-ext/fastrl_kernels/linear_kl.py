@@ -23,6 +23,7 @@ from .head_pass import (
 from .lm_head import (
     HEAD_ARGUMENTS,
     HEAD_SCHEMA,
+    HEAD_TENSORS,
     HeadInputs,
     checked_head,
     fake_gradients,
@@ -93,7 +94,7 @@ class _LinearKL(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             tensors = [x for x in compared if isinstance(x, Tensor)]
             ctx.save_for_backward(hidden, inputs.weight, bias, *inputs.tensors()[3:], *tensors)
-            ctx.inputs = inputs.with_tensors(*(None,) * 6)
+            ctx.inputs = inputs.with_tensors(*(None,) * HEAD_TENSORS)
             ctx.compared = [... if isinstance(x, Tensor) else x for x in compared]
             ctx.set_materialize_grads(False)
         *results, of_teacher = _score(inputs, compared, entropy)
@@ -105,7 +106,7 @@ class _LinearKL(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
-        inputs = ctx.inputs.with_tensors(*(next(saved) for _ in range(6)))
+        inputs = ctx.inputs.with_tensors(*(next(saved) for _ in range(HEAD_TENSORS)))
         compared = Compared(*(next(saved) if x is ... else x for x in ctx.compared))
         return *_gradients(grads, inputs, compared, ctx.needs_input_grad[:3]), None, None, None
 

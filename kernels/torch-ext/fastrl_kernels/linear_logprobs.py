@@ -16,6 +16,7 @@ from .gemm import library_for
 from .lm_head import (
     HEAD_ARGUMENTS,
     HEAD_SCHEMA,
+    HEAD_TENSORS,
     HeadInputs,
     checked_head,
     column_chunks,
@@ -26,6 +27,7 @@ from .lm_head import (
     tiles,
 )
 from .operators import operator, or_empty
+from .token_sets import TokenSets
 from .types import Extras, RowGradients, RowStatistics
 from .vocab_parallel import VocabParallel, Vocabulary
 from .workspace import Workspace, result_like
@@ -294,7 +296,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if wanted:
             saved = (hidden, inputs.weight, bias, *inputs.tensors()[3:])
             ctx.save_for_backward(*saved, *statistics[:3])
-            ctx.inputs, ctx.kept = inputs.with_tensors(*(None,) * 6), kept
+            ctx.inputs, ctx.kept = inputs.with_tensors(*(None,) * HEAD_TENSORS), kept
             ctx.set_materialize_grads(False)
         results = [None if x is None else x.view(inputs.shape) for x in results]
         ctx.mark_non_differentiable(*(x for x in results[2:] if x is not None))
@@ -303,8 +305,8 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.inputs.with_tensors(*ctx.saved_tensors[:6])
-        saved = RowStatistics(*ctx.saved_tensors[6:], *[None] * 5)
+        inputs = ctx.inputs.with_tensors(*ctx.saved_tensors[:HEAD_TENSORS])
+        saved = RowStatistics(*ctx.saved_tensors[HEAD_TENSORS:], *[None] * 5)
         kept, ctx.kept = ctx.kept, None  # overwritten: another backward computes all rows again
         return *_backward(grads, inputs, saved, ctx.needs_input_grad[:3], kept), None, None, None
 
@@ -346,8 +348,8 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *head, ctx.entropy, _ = inputs
-    ctx.numbers = head[6:]
-    ctx.save_for_backward(*head[:6], *output[:3])
+    ctx.numbers = head[HEAD_TENSORS:]
+    ctx.save_for_backward(*head[:HEAD_TENSORS], *output[:3])
     ctx.set_materialize_grads(False)
 
 
@@ -391,6 +393,7 @@ def linear_logprobs(
     entropy: bool = False,
     extras: tuple[str, ...] = (),
     shift: bool | int = False,
+    support: TokenSets | None = None,
     vocab_parallel: VocabParallel | None = None,
     workspace_bytes: int | None = None,
     check_labels: bool = False,
@@ -423,13 +426,17 @@ def linear_logprobs(
             ``mask`` and ``temperature``, are then [..., T - n], at t: a mask of labels is to be
             ``mask[..., n:]``. Nothing is copied for it in forward; the gradient of the last n
             hidden states is 0. The first n labels are not read.
+        support: the tokens that each result's softmax is over, as :class:`TokenSets` of the results
+            in their order: what a sampler that cuts its distribution has drawn from. Others have a
+            probability of 0, and get no gradient. "mean_logit" does not go with it.
         vocab_parallel: where processes share the vocabulary, a :class:`VocabParallel`: weight and
             bias are the rows that this one has, labels, results and the hidden states' gradient
             are of the whole vocabulary, on every process.
         workspace_bytes: of logits that exist at a time; by default 256 MiB, 96 MiB on a CPU. As
             many stay for backward, twice as many for all live graphs together.
-        check_labels: on a GPU, wait for it and raise where a label is out of range; without it
-            such a token's log-probability and gradient are NaN. CPU tensors are always checked.
+        check_labels: on a GPU, wait for it and raise where a label is out of range, or not in its
+            set; without it such a token's log-probability and gradient are NaN, and -inf where it
+            is not in its set. CPU tensors are always checked.
         backend: "auto", "triton" or "torch", for the work on logits; see ``explain``.
 
     Returns:
@@ -442,7 +449,8 @@ def linear_logprobs(
             that is not an integer.
         ValueError: shapes or devices that do not fit, V = 0, a temperature, soft cap or scale that
             is not positive and finite, a temperature that requires grad, unknown extras, a shift
-            outside [0, T), a label outside [0, V) other than -100 where checked.
+            outside [0, T), sets of another number of rows or of another vocabulary; where checked,
+            a label outside [0, V) other than -100, or one that is not in its set.
 
     Source: chunked heads are due to Hsu et al., 2024 (arXiv:2410.10989) and Wijmans et al., 2024
     (arXiv:2411.09009).
@@ -452,9 +460,11 @@ def linear_logprobs(
     unknown = [name for name in extras if name not in Extras._fields]
     if unknown:
         raise ValueError(f"unknown extras {unknown}: choose from {', '.join(Extras._fields)}")
+    if support is not None and "mean_logit" in extras:
+        raise ValueError("mean_logit is of all tokens, and support leaves some out: ask for one")
     inputs = checked_head(
         hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, shift,
-        vocab_parallel, workspace_bytes, check_labels, backend,
+        vocab_parallel, workspace_bytes, check_labels, backend, support,
     )  # fmt: skip
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         if torch.compiler.is_compiling():

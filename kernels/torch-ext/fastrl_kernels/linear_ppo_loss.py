@@ -26,6 +26,7 @@ from .policy_losses import PPO_CLIP, PolicyLoss, of_top_entropy
 from .ppo_loss import checked_loss, denominator_of, inverse_of, joined_slopes, loss_of, policy_terms
 from .sequence_ratios import token_weights as token_weights_of
 from .sequence_ratios import with_sequences
+from .token_sets import TokenSets
 from .types import KLTerm, LinearLossStats, LossStats, PPOConstants, PPOSettings
 from .vocab_parallel import VocabParallel
 
@@ -249,6 +250,7 @@ def linear_ppo_loss(
     entropy_coef: float = 0.0,
     top_entropy: float = 1.0,
     shift: bool | int = False,
+    support: TokenSets | None = None,
     vocab_parallel: VocabParallel | None = None,
     workspace_bytes: int | None = None,
     check_labels: bool = False,
@@ -284,6 +286,8 @@ def linear_ppo_loss(
             several chunks of rows it needs a pass of its own, too.
         shift: as for ``linear_logprobs``; whatever is per token, but hidden states and labels, is
             [..., T - n] then.
+        support: as for ``linear_logprobs``; old and reference log-probs are to be over the same
+            sets, or the ratio has what they leave out in it.
         vocab_parallel: as for ``linear_logprobs``. Each chunk of rows is one exchange, and the
             hidden states' gradient another, at the end of forward.
         workspace_bytes, check_labels, backend: as for ``linear_logprobs``.
@@ -298,7 +302,7 @@ def linear_ppo_loss(
     """
     inputs = checked_head(
         hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, shift,
-        vocab_parallel, workspace_bytes, check_labels, backend,
+        vocab_parallel, workspace_bytes, check_labels, backend, support,
     )  # fmt: skip
     if labels.dim() == 0:
         raise ValueError("labels has no time dimension: pass hidden [..., T, H], labels [..., T]")

@@ -27,6 +27,7 @@ from .checks import (
 )
 from .dispatch import choose, device_kind
 from .gemm import Library, library_for
+from .token_sets import TokenSets, checked_support
 from .types import LOWEST, LogitTransform, RowGradients, RowStatistics, Temperature
 from .vocab_parallel import Vocabulary, checked, find
 from .workspace import KEPT_BYTES, result_like
@@ -140,8 +141,9 @@ class HeadBackend(Protocol):
         """Unscaled logits in fp32 of some of a chunk's elements."""
 
     @staticmethod
-    def lowest(transform: LogitTransform) -> float:
-        """What stands in a chunk for the lowest logit: a probability of 0, or a cap's -c."""
+    def restrict_(x: Tensor, sets: TokenSets, rows: slice, first: int) -> None:
+        """Gives x, tokens ``first`` + … of some rows, -inf where the row's set has no such token: a
+        probability of 0, with a soft cap, too."""
 
     @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
@@ -218,15 +220,15 @@ class TorchHead:
                 gradient = _gradients_by_z(block, base, transform, t, row, grads, d, e)
             add_at_labels_(gradient, labels[rows] - first, g)
             if transform.softcap is not None:
-                block.square_().neg_().add_(1.0).mul_(gradient)
+                block.clamp_(min=-1.0).square_().neg_().add_(1.0).mul_(gradient)
 
     @staticmethod
     def unscaled(x: Tensor, transform: LogitTransform) -> Tensor:
         return x.float()
 
     @staticmethod
-    def lowest(transform: LogitTransform) -> float:
-        return -math.inf if transform.softcap is None else -1.0
+    def restrict_(x: Tensor, sets: TokenSets, rows: slice, first: int) -> None:
+        sets.restrict_(x, rows, first)
 
     @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
@@ -261,6 +263,10 @@ class PlannedHead(TorchHead):
         for wanted in out:
             if wanted is not None:
                 wanted[1:] = wanted[:1]
+
+    @staticmethod
+    def restrict_(*_: Any, **__: Any) -> None:
+        pass
 
     @staticmethod
     def gradients_(*_: Any, **__: Any) -> None:
@@ -362,6 +368,7 @@ class HeadInputs(NamedTuple):
     backend: str
     workspace: int  # bytes
     vocabulary: Vocabulary
+    support: TokenSets | None = None  # the rows' sets; None: all tokens
     leaf: Tensor | None = None  # the tensor that autocast made ``weight`` from
 
     @property
@@ -406,12 +413,17 @@ class HeadInputs(NamedTuple):
         return library_for(self.weight)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return *self[:5], self.temperature.per_row
+        """The ``HEAD_TENSORS`` tensors of the call."""
+        sets = (None,) * 3 if self.support is None else self.support.tensors()
+        return *self[:5], self.temperature.per_row, *sets
 
     def with_tensors(self, *tensors: Any) -> HeadInputs:
         """The same call with other tensors, or with None while autograd keeps them."""
         temperature = self.temperature._replace(per_row=tensors[5])
-        return HeadInputs(*(*tensors[:5], temperature, *self[6:]))
+        inputs = HeadInputs(*(*tensors[:5], temperature, *self[6:]))
+        if self.support is None:
+            return inputs
+        return inputs._replace(support=self.support.with_tensors(*tensors[6:]))
 
     def fill(self, x: Tensor, rows: slice, columns: slice | None = None) -> None:
         """Computes x, logits of some rows, and of some columns or all, in the backend's form."""
@@ -419,6 +431,12 @@ class HeadInputs(NamedTuple):
         if columns is not None:
             weight, bias = weight[columns], None if bias is None else bias[columns]
         self.head.fill(x, self.hidden[rows], weight, bias, self.transform, self.library)
+        self.restrict_(x, rows, 0 if columns is None else columns.start)
+
+    def restrict_(self, x: Tensor, rows: slice, first: int) -> None:
+        """Gives x, columns ``first`` + … of some rows, -inf where a token is not in a row's set."""
+        if self.support is not None:
+            self.head.restrict_(x, self.support, rows, self.vocabulary.start + first)
 
     def statistics(
         self,
@@ -470,25 +488,33 @@ class HeadInputs(NamedTuple):
 # HeadInputs as an operator's first arguments.
 HEAD_SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor counted, "
-    "Tensor? temperatures, float temperature, float? softcap, float logit_scale, int workspace, "
+    "Tensor? temperatures, Tensor? set_kinds, Tensor? set_offsets, Tensor? set_data, "
+    "int longest_set, float temperature, float? softcap, float logit_scale, int workspace, "
     "str backend, str vocabulary"
 )
 HEAD_ARGUMENTS = HEAD_SCHEMA.count(",") + 1
+HEAD_TENSORS = HEAD_SCHEMA.count("Tensor")
 
 
 def flat_head(inputs: HeadInputs) -> tuple[Any, ...]:
     """The arguments of ``HEAD_SCHEMA``."""
+    longest = 0 if inputs.support is None else inputs.support.longest
     numbers = inputs.temperature.number, *inputs.transform, inputs.workspace, inputs.backend
-    return *inputs.tensors(), *numbers, inputs.vocabulary.key
+    return *inputs.tensors(), longest, *numbers, inputs.vocabulary.key
 
 
 def split_head(arguments: Sequence[Any]) -> tuple[HeadInputs, Sequence[Any]]:
     """The head of an operator's arguments, and the others."""
     head, others = arguments[:HEAD_ARGUMENTS], arguments[HEAD_ARGUMENTS:]
-    *tensors, temperatures, number, softcap, logit_scale, workspace, backend, key = head
+    *tensors, temperatures, kinds, offsets, data = head[:HEAD_TENSORS]
+    longest, number, softcap, logit_scale, workspace, backend, key = head[HEAD_TENSORS:]
     numbers = Temperature(number, temperatures), LogitTransform(softcap, logit_scale)
-    vocabulary = find(key, len(tensors[1]))
-    inputs = HeadInputs(*(*tensors, *numbers, tensors[3].shape, backend, workspace, vocabulary))
+    vocabulary, support = find(key, len(tensors[1])), None
+    if kinds is not None:
+        support = TokenSets(kinds, offsets, data, vocabulary.size, longest)
+    inputs = HeadInputs(
+        *(*tensors, *numbers, tensors[3].shape, backend, workspace, vocabulary, support)
+    )
     return inputs, others
 
 
@@ -587,6 +613,7 @@ def checked_head(
     workspace_bytes: int | None,
     check_labels: bool,
     backend: str,
+    support: TokenSets | None = None,
 ) -> HeadInputs:
     """Checks a head's arguments; raises TypeError and ValueError as the public ops do."""
     hidden, weight, bias, leaf = checked_factors(hidden, weight, bias)
@@ -609,13 +636,14 @@ def checked_head(
     else:
         check_count("workspace_bytes", workspace_bytes, least=1)
     chosen = choose(backend, hidden, weight, labels)
-    if check_labels or (chosen == "torch" and kind == "cpu"):
+    read = check_labels or (chosen == "torch" and kind == "cpu")
+    if read:
         if not shift:
             labels = checked_labels(labels, mask, vocabulary.size)
         else:
-            read = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
-            read = torch.nn.functional.pad(read, (shift, 0))
-            labels = checked_labels(all_labels, read, vocabulary.size)[..., shift:]
+            of_read = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
+            of_read = torch.nn.functional.pad(of_read, (shift, 0))
+            labels = checked_labels(all_labels, of_read, vocabulary.size)[..., shift:]
 
     if not torch.is_grad_enabled():  # ``needs_input_grad`` of a Function ignores it
         hidden, weight, leaf = hidden.detach(), weight.detach(), None
@@ -640,5 +668,6 @@ def checked_head(
         backend=chosen,
         workspace=workspace_bytes,
         vocabulary=vocabulary,
+        support=checked_support(support, vocabulary.size, counted, columns, read),
         leaf=None if leaf is weight else leaf,
     )

@@ -100,14 +100,17 @@ def linear_logprobs(
     entropy: bool = False,
     extras: tuple[str, ...] = (),
     shift: int = 0,
+    support: Tensor | None = None,
 ) -> Any:
-    """``token_logprobs`` of a head's logits; ``extras`` [log Σ p², mean z, label is the first of
-    the largest z], a tuple with None where not asked for, after the rest. With a shift, position t
-    has label t + shift."""
+    """``token_logprobs`` of a head's logits, -inf outside of ``support`` [..., V] bool; ``extras``
+    [log Σ p², mean z, label is the first of the largest z], a tuple with None where not asked for,
+    after the rest. With a shift, position t has label t + shift."""
     hidden, labels = _shifted(hidden, labels, shift)
     counted = labels != IGNORE_LABEL if mask is None else (labels != IGNORE_LABEL) & mask
     hidden = _zero_where_masked(hidden, counted.unsqueeze(-1))
     logits = _head_logits(hidden, weight, bias, temperature, softcap, logit_scale)
+    if support is not None:
+        logits = logits.masked_fill(~support & counted.unsqueeze(-1), -math.inf)
     results = token_logprobs(logits, labels, mask=mask, entropy=entropy)
     if not extras:
         return results
@@ -609,6 +612,7 @@ def linear_ppo_loss(
     entropy_coef: float = 0.0,
     top_entropy: float = 1.0,
     shift: int = 0,
+    support: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``ppo_loss`` of ``linear_logprobs``, which gets the other options. The statistics have the
@@ -617,7 +621,7 @@ def linear_ppo_loss(
     counted = mask & (labels != IGNORE_LABEL)
     logprobs, entropies = linear_logprobs(
         hidden, weight, labels, bias=bias, temperature=temperature, softcap=softcap,
-        logit_scale=logit_scale, mask=mask, entropy=True,
+        logit_scale=logit_scale, mask=mask, entropy=True, support=support,
     )  # fmt: skip
     if top_entropy < 1:
         threshold = torch.quantile(entropies.detach()[counted], 1 - top_entropy)

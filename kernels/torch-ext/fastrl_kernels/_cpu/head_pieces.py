@@ -88,13 +88,13 @@ class ChunkInPieces:
         maxima, sums, means = hidden.new_empty(3, len(hidden), len(walk), dtype=torch.float32)
         at_label = torch.full_like(labels, torch.nan, dtype=torch.float32)
         for i, (columns, here) in enumerate(zip(walk, self._labels, strict=True)):
-            x = self._logits(hidden, columns)
+            x = self._logits(hidden, rows, columns)
             if self.keep == "logits":
                 self.kept[:, columns].copy_(x)
             torch.amax(x, -1, out=maxima[:, i]).clamp_(min=LOWEST)
             at_label[here.rows] = x[here.rows, here.columns]
             d = self._scaled(x.sub_(maxima[:, i, None]), rows)
-            if out.entropies is not None or inputs.bias is not None:
+            if out.entropies is not None or inputs.bias is not None or inputs.support is not None:
                 d.clamp_(min=FLOOR)  # in place of -inf: 0·-inf is NaN
             p = torch.softmax(d, -1, out=self._target(d, i))
             torch.amax(p, -1, out=sums[:, i]).reciprocal_()  # exp(0)/Σ
@@ -118,13 +118,14 @@ class ChunkInPieces:
     def release(self) -> None:
         self.workspace.release()
 
-    def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
+    def _logits(self, hidden: Tensor, rows: slice, columns: slice) -> Tensor:
         inputs = self.inputs
         bias = None if inputs.bias is None else inputs.bias[columns]
         x = inputs.library.linear(hidden, inputs.weight[columns], bias)
-        if x.dtype == torch.float32:
-            return x
-        return self._fp32("logits", x).copy_(x)
+        if x.dtype != torch.float32:
+            x = self._fp32("logits", x).copy_(x)
+        inputs.restrict_(x, rows, columns.start)
+        return x
 
     def _target(self, d: Tensor, piece: int) -> Tensor:
         """Memory for the softmax of d: that in which it is kept, if fp32, else scratch."""

@@ -17,6 +17,7 @@ from .launch import launcher
 from .logprob import FLOOR, LN2, LOG2E, LOWEST, dlogits_of, online_softmax, row_temperature
 from .rows import PART_VECTORS, load_end, parts_of, window
 from .tiles import accurate_tanh, device_of
+from .token_sets import restrict_
 
 _SCALE_PROGRAMS = 1024
 _SCALE_BLOCK = 4096
@@ -25,7 +26,19 @@ _SCALE_THREADS = tl.constexpr(256)  # at most, of a program: four warps of 64
 
 @triton.jit
 def _unscaled(x, inner):
-    return x if inner is None else accurate_tanh(x * tl.cast(inner, tl.float32))
+    """A product's unscaled logit; -inf is no product, but a token that the row's set leaves out."""
+    if inner is None:
+        return x
+    return tl.where(x == float("-inf"), x, accurate_tanh(x * tl.cast(inner, tl.float32)))
+
+
+@triton.jit
+def _by_product(d, x, inner):
+    """The gradient by a product from that by its unscaled logit."""
+    if inner is None:
+        return d
+    x = tl.maximum(x, -1.0)  # -inf: d is 0
+    return d * (1.0 - x * x)
 
 
 @triton.jit
@@ -237,16 +250,14 @@ def _lm_head_bwd_kernel(
             columns = w * BLOCK + slots
             x = _unscaled(tl.load(x_ptr + columns).to(tl.float32), inner)
             d = dlogits_of(x, columns == label, row_max, scale, g * chain, base, slope, ENTROPY)
-            if inner is not None:
-                d *= 1.0 - x * x
+            d = _by_product(d, x, inner)
             tl.store(x_ptr + columns, d.to(x_ptr.dtype.element_ty))
     else:
         for w in range(tl.cdiv(C - begin, BLOCK)):
             columns = w * BLOCK + slots
             x = _load_tail(x_ptr, columns, C, inner, VEC)
             d = dlogits_of(x, columns == label, row_max, scale, g * chain, base, slope, ENTROPY)
-            if inner is not None:
-                d *= 1.0 - x * x
+            d = _by_product(d, x, inner)
             _store_tail(x_ptr, columns, d, C, VEC)
 
 
@@ -341,8 +352,8 @@ class TritonHead:
         return x.float() if transform.softcap is None else torch.tanh(x.float() * transform.inner)
 
     @staticmethod
-    def lowest(transform):
-        return float("-inf")
+    def restrict_(x, sets, rows, first):
+        restrict_(x, sets, rows, first)
 
     @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
