@@ -39,9 +39,13 @@ def linear_logprobs(
     labels: Tensor,
     mask: Tensor | None = None,
     entropy: bool = False,
+    inside: Tensor | None = None,
 ) -> Results:
-    """All logits at once, then as above."""
-    return token_logprobs(F.linear(hidden, weight), labels, mask, entropy)
+    """All logits at once, those outside of sets [N, V] at the lowest number, then as above."""
+    logits = F.linear(hidden, weight)
+    if inside is not None:
+        logits = logits.masked_fill(~inside, torch.finfo(logits.dtype).min)
+    return token_logprobs(logits, labels, mask, entropy)
 
 
 def linear_ppo_loss(

@@ -27,6 +27,7 @@ from benchmarks.ops.inputs import (
     normal,
     upstream,
 )
+from benchmarks.ops.logits import CUTS
 from benchmarks.ops.record import HOPPER, MIB, Compiled, Expect, Op, Sizes, Work
 from benchmarks.shapes import Shape
 from benchmarks.timing import DTYPES
@@ -37,9 +38,12 @@ from fastrl_kernels import reference
 CHUNK = Expect(
     load_bytes=16,
     store_bytes=16,
-    exempt=frozenset({"_load_tail", "_store_tail", "_earlier_maximum"}),
+    exempt=frozenset(
+        {"_load_tail", "_store_tail", "_earlier_maximum"}
+        | {"_keep", "_put_back", "_drop", "_cut_by_bits", "_load_end", "_store_end"}
+    ),
     why="the last window of a row is masked per vector; a label that is the largest logit is rare, "
-    "and so is the look at what stands before it",
+    "and so is the look at what stands before it; ids of sets name logits one by one",
 )
 # Per-token tensors of a few rows, by the kernels of ppo_loss, which has calls of its own: where a
 # specialisation is shared with those, their demands and exemptions count.
@@ -106,23 +110,37 @@ def _options() -> dict[str, dict[str, Any]]:
     return found | {"all": {k: v for options in found.values() for k, v in options.items()}}
 
 
+def _sets(vocabulary: int) -> kernels.TokenSets:
+    """Sets of all kinds for the rows of a compiled call."""
+    few, half = torch.arange(3), torch.arange(0, vocabulary, 2)
+    most = torch.arange(vocabulary - 3)
+    kinds = (few, half, most)
+    return kernels.TokenSets.of_ids([kinds[i % 3] for i in range(COMPILED_ROWS)], vocabulary)
+
+
 def _linear_logprobs(
     shape: Shape, generator: torch.Generator, backend: str, pick_rows: bool
 ) -> Problem:
     entropy = shape.entropy != "off"
     names = ("logprobs", "entropies") if entropy else ("logprobs",)
     inputs = _head(shape, generator)
+    sets = None
+    if shape.sampling:
+        inputs["labels"], inputs["inside"] = _drawn(shape, inputs)
+        sets = kernels.TokenSets.of_mask(inputs["inside"]).to(inputs["inside"].device)
     rows = None
     if shape.active != 1:
         inputs["mask"] = flags(generator, shape.rows, share=shape.active)
         if pick_rows:
             rows = inputs["mask"].nonzero().squeeze(-1)  # callers know them on the host
 
-    def ours(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None = None) -> Results:
+    def ours(
+        hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None = None, **_: Tensor
+    ) -> Results:
         if rows is not None:
             hidden, labels, mask = hidden[rows], labels[rows], None
         found = kernels.linear_logprobs(
-            hidden, weight, labels, mask=mask, entropy=entropy, backend=backend
+            hidden, weight, labels, mask=mask, entropy=entropy, support=sets, backend=backend
         )
         found = found if entropy else (found,)
         if rows is not None:
@@ -130,9 +148,16 @@ def _linear_logprobs(
         return dict(zip(names, found, strict=True))
 
     def exact(
-        hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None = None
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        mask: Tensor | None = None,
+        inside: Tensor | None = None,
     ) -> Results:
-        found = reference.token_logprobs(hidden @ weight.T, labels, mask=mask, entropy=entropy)
+        logits = hidden @ weight.T
+        if inside is not None:
+            logits = logits.masked_fill(~inside, -torch.inf)
+        found = reference.token_logprobs(logits, labels, mask=mask, entropy=entropy)
         return dict(zip(names, found if entropy else (found,), strict=True))
 
     return Problem(
@@ -142,9 +167,21 @@ def _linear_logprobs(
         exact=exact,
         wrt=_leaves(shape),
         upstream=upstream(shape, generator),
-        by_row=frozenset({"hidden", "labels", "mask", *names}),
+        by_row=frozenset({"hidden", "labels", "mask", "inside", *names}),
         row_bytes=8 * shape.vocabulary,
     )
+
+
+def _drawn(shape: Shape, head: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A token for each row from a part of its distribution, and that part [N, V]."""
+    tokens, inside = [], []
+    for hidden in head["hidden"].split(512):
+        logits = hidden @ head["weight"].T
+        keys = torch.arange(len(hidden), device=hidden.device)
+        drawn = kernels.sample_tokens(logits, keys, **CUTS[shape.sampling])
+        tokens.append(drawn.tokens)
+        inside.append(logits.float() >= drawn.cutoffs[:, None])
+    return torch.cat(tokens), torch.cat(inside)
 
 
 def _compiled_linear_logprobs() -> Iterator[Compiled]:
@@ -164,12 +201,15 @@ def _compiled_linear_logprobs() -> Iterator[Compiled]:
         for label in (every if name == "bf16" else few)
     ]
     calls += [("bf16", 503, label) for label in few]  # fits in one window
+    calls += [(name, 50257, "sets") for name in DTYPES]
     for name, vocabulary, label in calls:
-        made = partial(call, DTYPES[name], vocabulary, every[label])
+        options = every[label] if label in every else {"support": _sets(vocabulary)}
+        made = partial(call, DTYPES[name], vocabulary, options)
         yield Compiled(f"{name} V={vocabulary} {label}".strip(), made, CHUNK)
 
 
 _CPU = {"hidden": 768, "vocabulary": 50257}
+_CUT = "top-k=50 top-p=0.9"
 
 
 def _alone(op: str) -> list[tuple[Shape, tuple[Goal, ...]]]:
@@ -188,6 +228,10 @@ LINEAR_LOGPROBS = Op(
             (
                 # The entropy has a gradient; in the loss it is a statistic, as in classic PPO.
                 Shape("linear_logprobs", 1024, entropy="gradient", **_CPU),
+                (Goal("speedup", 1.6), Goal("memory share", 1 / 8)),
+            ),
+            (
+                Shape("linear_logprobs", 1024, entropy="gradient", sampling=_CUT, **_CPU),
                 (Goal("speedup", 1.6), Goal("memory share", 1 / 8)),
             ),
             *_alone("linear_logprobs"),
