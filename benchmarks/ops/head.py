@@ -201,9 +201,11 @@ def _compiled_linear_logprobs() -> Iterator[Compiled]:
         for label in (every if name == "bf16" else few)
     ]
     calls += [("bf16", 503, label) for label in few]  # fits in one window
-    calls += [(name, 50257, "sets") for name in DTYPES]
+    calls += [(name, 50257, "sets") for name in DTYPES] + [("bf16", 50257, "softcap, sets")]
     for name, vocabulary, label in calls:
-        options = every[label] if label in every else {"support": _sets(vocabulary)}
+        options = dict(every[label.removesuffix("sets").removesuffix(", ")])
+        if label.endswith("sets"):
+            options["support"] = _sets(vocabulary)
         made = partial(call, DTYPES[name], vocabulary, options)
         yield Compiled(f"{name} V={vocabulary} {label}".strip(), made, CHUNK)
 

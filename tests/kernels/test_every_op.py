@@ -32,7 +32,7 @@ COMPILED_IN = {
     "divergence": {"MODE", "BLOCK", "VEC", "PART"},
     "gae": {"ROWS", "STEPS", "CHUNK"},
     "kl": {"KIND", "BLOCK", "ROWS", "STEPS"},
-    "lm_head": {"BLOCK", "VEC", "PART"},
+    "lm_head": {"BLOCK", "VEC", "PART", "CUT"},
     "moments": {"BLOCK", "CHUNK", "SHIFT_MEAN", "WHITENED"},
     "ppo_loss": {
         *("DLOGPROBS", "DVALUES", "KL_KIND", "POLICY_LOSS", "KL_APART", "BY_ROWS", "ROW_MEANS"),

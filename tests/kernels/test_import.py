@@ -67,7 +67,8 @@ CALLS = {
     "TeacherTokens": "linear_kl(hidden, weight, labels, TeacherTokens(labels[..., None], "
     "torch.full((2, 3, 1), -0.1)), mask=mask)",
     "TokenDivergences": "TokenDivergences(old, old, None, None)",
-    "TokenSets": "linear_logprobs(hidden, weight, labels, support=TokenSets.whole(6, 11))",
+    "TokenSets": "linear_logprobs(hidden, weight, labels, "
+    "support=TokenSets.whole(labels.numel(), len(weight)))",
     "ValueTerm": "ValueTerm(values, old, old)",
     "VocabParallel": "linear_logprobs(hidden, weight, labels, vocab_parallel=alone())",
     "advance_slots": "advance_slots(slots(), SampledTokens(torch.arange(3), *torch.zeros(5, 3)), "

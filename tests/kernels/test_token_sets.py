@@ -30,7 +30,8 @@ from tests.kernels.test_linear_logprobs import (
 )
 from tests.kernels.test_linear_properties import LIMITS, head, with_kl
 from tests.kernels.test_properties import Draw, examples
-from tests.kernels.test_vocab_parallel import CUTS, group, judge as judge_shared, shared  # noqa: F401
+from tests.kernels.test_vocab_parallel import CUTS, group, shared  # noqa: F401
+from tests.kernels.test_vocab_parallel import judge as judge_shared
 
 SIZES = (1, 31, 32, 33, 64, 507, 5003)
 # The number of tokens of a set, by the vocabulary's; None: one of the others for each row.
@@ -218,19 +219,17 @@ def test_short_sets_are_ids_and_long_ones_what_is_missing():
     assert sets.offsets.diff().tolist() == [20, 20, -(-v // 32)]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda _: [[1]], TypeError, "support is a list: pass TokenSets"),
-        (lambda _: TokenSets.whole(4, 60), ValueError, "support has 4 sets: there must be 5"),
-        (lambda _: TokenSets.whole(5, 61), ValueError, "a vocabulary of 61 tokens, the head has 60"),
-        (
-            lambda labels: TokenSets.of_ids([[y] for y in labels[:4]] + [[(labels[4] + 1) % 60]], 60),
-            ValueError,
-            "set 4 of support does not have the label",
-        ),
-    ],
-)  # fmt: skip
+def lacking(labels: list[int]) -> TokenSets:
+    """The labels' sets, of which the last has another token."""
+    return TokenSets.of_ids([*([y] for y in labels[:-1]), [(labels[-1] + 1) % 60]], 60)
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda _: [[1]], TypeError, "support is a list: pass TokenSets"),
+    (lambda _: TokenSets.whole(4, 60), ValueError, "support has 4 sets: there must be 5"),
+    (lambda _: TokenSets.whole(5, 61), ValueError, "a vocabulary of 61 tokens, the head has 60"),
+    (lacking, ValueError, "set 4 of support does not have the label"),
+])  # fmt: skip
 def test_bad_sets_are_named(device, change, error, message):
     inputs = batch(5, 60, device=device)
     support = change(inputs["labels"].tolist())

@@ -590,8 +590,10 @@ class AgainstTokens:
         self._is_label = torch.cat([is_label, label_here], -1)
 
     def _lose_(self, x: Tensor, here: Tensor) -> None:
-        """Gives x -inf at columns that are ``here``, those of the first ones."""
-        lost = torch.where(here, -torch.inf, torch.inf).to(x.dtype)  # inf changes nothing
+        """Gives x the lowest logits at columns that are ``here``, those of the first ones, in place
+        of their own. A capped logit of -c/T stays: its part of a sum is known, its gradient 0."""
+        lowest = self.inputs.head.lowest(self.inputs.transform)
+        lost = torch.where(here, lowest, torch.inf).to(x.dtype)  # inf changes nothing
         x.scatter_reduce_(1, self._columns[:, : here.shape[1]], lost, "amin")
 
     def _split(self, x: Tensor, rows: slice, saved: RowStatistics) -> Tensor:
@@ -603,6 +605,9 @@ class AgainstTokens:
         rest = RowStatistics.empty(x, len(x), False, ())
         inputs.head.statistics(x, torch.zeros_like(inputs.labels[rows]), transform, t, rest)
         count = here.sum(-1)
+        if transform.softcap is not None:
+            lowest_exp = t.divide_((-1.0 - rest.unscaled_max) * transform.outer).exp()
+            rest.exp_sum.sub_(count * lowest_exp)
         none = (count == x.shape[1]) | (rest.unscaled_max <= LOWEST)
         rest.exp_sum.masked_fill_(none, 1.0)
         apart = t.divide_((rest.unscaled_max - saved.unscaled_max) * transform.outer)

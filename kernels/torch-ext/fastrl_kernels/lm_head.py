@@ -113,11 +113,12 @@ class HeadBackend(Protocol):
         once: bool = False,
         first: int = 0,
         vocabulary: int | None = None,
+        cut: bool = False,
     ) -> None:
         """Fills ``out`` from whole rows [r, V]. ``once``: x is used only by `gradients_` then.
 
         With ``vocabulary``, x has its columns ``first`` + …; such chunks come in order, and ``out``
-        holds their sums until the last.
+        holds their sums until the last. ``cut``: `restrict_` has given x -inf.
         """
 
     @staticmethod
@@ -130,6 +131,7 @@ class HeadBackend(Protocol):
         saved: RowStatistics,
         upstream: RowGradients,
         once: bool = False,
+        cut: bool = False,
     ) -> None:
         """Replaces x [r, C], columns ``first`` + … of the rows, by the gradients of its products.
 
@@ -141,9 +143,15 @@ class HeadBackend(Protocol):
         """Unscaled logits in fp32 of some of a chunk's elements."""
 
     @staticmethod
-    def restrict_(x: Tensor, sets: TokenSets, rows: slice, first: int) -> None:
+    def lowest(transform: LogitTransform) -> float:
+        """What stands in a chunk for the lowest logit: a probability of 0, or a cap's -c."""
+
+    @staticmethod
+    def restrict_(
+        x: Tensor, sets: TokenSets, rows: slice, first: int, transform: LogitTransform
+    ) -> None:
         """Gives x, tokens ``first`` + … of some rows, -inf where the row's set has no such token: a
-        probability of 0, with a soft cap, too."""
+        probability of 0 in chunks that are ``cut``, even with a soft cap."""
 
     @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
@@ -184,6 +192,7 @@ class TorchHead:
         once: bool = False,
         first: int = 0,
         vocabulary: int | None = None,
+        cut: bool = False,
     ) -> None:
         """Fills ``out`` from whole rows [r, V]. With ``once`` and without a soft cap, it replaces x
         by exp(z - max z), which `gradients_` then does not compute again."""
@@ -204,6 +213,7 @@ class TorchHead:
         saved: RowStatistics,
         upstream: RowGradients,
         once: bool = False,
+        cut: bool = False,
     ) -> None:
         """Replaces x by dz = g·1_y - exp(d)/Σ·[ g + g_H·(d - mean) ], d = z - max z, Σ =
         exp_sum."""
@@ -220,14 +230,22 @@ class TorchHead:
                 gradient = _gradients_by_z(block, base, transform, t, row, grads, d, e)
             add_at_labels_(gradient, labels[rows] - first, g)
             if transform.softcap is not None:
-                block.clamp_(min=-1.0).square_().neg_().add_(1.0).mul_(gradient)
+                if cut:
+                    block.clamp_(min=-1.0)
+                block.square_().neg_().add_(1.0).mul_(gradient)
 
     @staticmethod
     def unscaled(x: Tensor, transform: LogitTransform) -> Tensor:
         return x.float()
 
     @staticmethod
-    def restrict_(x: Tensor, sets: TokenSets, rows: slice, first: int) -> None:
+    def lowest(transform: LogitTransform) -> float:
+        return -math.inf if transform.softcap is None else -1.0
+
+    @staticmethod
+    def restrict_(
+        x: Tensor, sets: TokenSets, rows: slice, first: int, transform: LogitTransform
+    ) -> None:
         sets.restrict_(x, rows, first)
 
     @staticmethod
@@ -256,6 +274,7 @@ class PlannedHead(TorchHead):
         once: bool = False,
         first: int = 0,
         vocabulary: int | None = None,
+        cut: bool = False,
     ) -> None:
         row = slice(0, 1)
         one = x[row].float()
@@ -436,7 +455,8 @@ class HeadInputs(NamedTuple):
     def restrict_(self, x: Tensor, rows: slice, first: int) -> None:
         """Gives x, columns ``first`` + … of some rows, -inf where a token is not in a row's set."""
         if self.support is not None:
-            self.head.restrict_(x, self.support, rows, self.vocabulary.start + first)
+            start = self.vocabulary.start + first
+            self.head.restrict_(x, self.support, rows, start, self.transform)
 
     def statistics(
         self,
@@ -449,7 +469,7 @@ class HeadInputs(NamedTuple):
         """Fills the rows of ``out``, whose columns come from ``first`` on in order."""
         self.head.statistics(
             x, self.labels[rows], self.transform, self.temperature.at(rows), out.at(rows), once,
-            first, len(self.weight),
+            first, len(self.weight), self.support is not None,
         )  # fmt: skip
 
     def join_(self, rows: slice, out: RowStatistics, common: bool = False) -> None:
@@ -481,7 +501,7 @@ class HeadInputs(NamedTuple):
         """Replaces x by its products' gradients; ``saved`` has all rows, ``upstream`` these."""
         self.head.gradients_(
             x, first, self.labels[rows], self.transform, self.temperature.at(rows), saved.at(rows),
-            upstream, once,
+            upstream, once, self.support is not None,
         )  # fmt: skip
 
 

@@ -25,34 +25,35 @@ _SCALE_THREADS = tl.constexpr(256)  # at most, of a program: four warps of 64
 
 
 @triton.jit
-def _unscaled(x, inner):
-    """A product's unscaled logit; -inf is no product, but a token that the row's set leaves out."""
+def _unscaled(x, inner, CUT: tl.constexpr = False):
+    """A product's unscaled logit; where rows are cut, -inf is a token that the row's set lacks."""
     if inner is None:
         return x
-    return tl.where(x == float("-inf"), x, accurate_tanh(x * tl.cast(inner, tl.float32)))
+    capped = accurate_tanh(x * tl.cast(inner, tl.float32))
+    return tl.where(x == float("-inf"), x, capped) if CUT else capped
 
 
 @triton.jit
-def _by_product(d, x, inner):
+def _by_product(d, x, inner, CUT: tl.constexpr):
     """The gradient by a product from that by its unscaled logit."""
     if inner is None:
         return d
-    x = tl.maximum(x, -1.0)  # -inf: d is 0
+    x = tl.maximum(x, -1.0) if CUT else x  # -inf: d is 0
     return d * (1.0 - x * x)
 
 
 @triton.jit
-def _load_tail(ptr, columns, high, inner, VEC: tl.constexpr):
+def _load_tail(ptr, columns, high, inner, VEC: tl.constexpr, CUT: tl.constexpr = False):
     """Unscaled logits of a window that the row ends in, -inf after its end."""
     x = load_end(ptr, columns, 0, high, VEC)
-    return tl.where(columns < high, _unscaled(x, inner), float("-inf"))
+    return tl.where(columns < high, _unscaled(x, inner, CUT), float("-inf"))
 
 
 @triton.jit
-def _earlier_maximum(x_ptr, columns, label, row_max, inner):
+def _earlier_maximum(x_ptr, columns, label, row_max, inner, CUT: tl.constexpr):
     """Whether a column before the label's has the maximum, too."""
     x = tl.load(x_ptr + columns, mask=columns < label, other=float("-inf")).to(tl.float32)
-    return (columns < label) & (_unscaled(x, inner) >= row_max)
+    return (columns < label) & (_unscaled(x, inner, CUT) >= row_max)
 
 
 @triton.jit
@@ -101,6 +102,7 @@ def _lm_head_fwd_kernel(
     stride,
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Statistics of rows [r, V], a chunk of columns at a time. Until the last chunk, the results
     hold sums; log-probs hold the label's logit, or NaN before the label's chunk."""
@@ -122,12 +124,12 @@ def _lm_head_fwd_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     whole = C // BLOCK
     for w in range(0, whole):
-        x = _unscaled(tl.load(x_ptr + (w * BLOCK + slots)).to(tl.float32), inner)
+        x = _unscaled(tl.load(x_ptr + (w * BLOCK + slots)).to(tl.float32), inner, CUT)
         m, s, t, q = _fold(x, m, s, t, q, scale, ENTROPY, SQUARES)
         if TOTAL:
             total += x
     columns = whole * BLOCK + slots
-    x = _load_tail(x_ptr, columns, C, inner, VEC)
+    x = _load_tail(x_ptr, columns, C, inner, VEC, CUT)
     m, s, t, q = _fold(x, m, s, t, q, scale, ENTROPY, SQUARES)
     if TOTAL:
         total += tl.where(columns < C, x, 0.0)
@@ -139,12 +141,12 @@ def _lm_head_fwd_kernel(
     # A label outside [0, V) is never read: its log-probability is NaN.
     here = (label >= 0) & (label < C)
     at_label = tl.load(x_ptr + label, mask=here, other=float("nan")).to(tl.float32)
-    at_label = _unscaled(at_label, inner)
+    at_label = _unscaled(at_label, inner, CUT)
     top = here & (at_label >= row_max)
     if is_top1_ptr is not None:
         earlier = tl.zeros([BLOCK], tl.int32)
         for w in range(0, tl.where(top, tl.cdiv(label, BLOCK), 0)):
-            earlier |= _earlier_maximum(x_ptr, w * BLOCK + slots, label, row_max, inner)
+            earlier |= _earlier_maximum(x_ptr, w * BLOCK + slots, label, row_max, inner, CUT)
         top = top & (tl.max(earlier, 0) == 0)
 
     if first > 0:
@@ -224,6 +226,7 @@ def _lm_head_bwd_kernel(
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
     PART: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """d(h·w) = s/T·(1 - tanh²)·[ g·1_y - p·(g + g_H·(z - E[z])) ], for PART columns of a row."""
     ENTROPY: tl.constexpr = grad_entropies_ptr is not None
@@ -248,16 +251,16 @@ def _lm_head_bwd_kernel(
     if begin + PART <= C:
         for w in range(PART // BLOCK):
             columns = w * BLOCK + slots
-            x = _unscaled(tl.load(x_ptr + columns).to(tl.float32), inner)
+            x = _unscaled(tl.load(x_ptr + columns).to(tl.float32), inner, CUT)
             d = dlogits_of(x, columns == label, row_max, scale, g * chain, base, slope, ENTROPY)
-            d = _by_product(d, x, inner)
+            d = _by_product(d, x, inner, CUT)
             tl.store(x_ptr + columns, d.to(x_ptr.dtype.element_ty))
     else:
         for w in range(tl.cdiv(C - begin, BLOCK)):
             columns = w * BLOCK + slots
-            x = _load_tail(x_ptr, columns, C, inner, VEC)
+            x = _load_tail(x_ptr, columns, C, inner, VEC, CUT)
             d = dlogits_of(x, columns == label, row_max, scale, g * chain, base, slope, ENTROPY)
-            d = _by_product(d, x, inner)
+            d = _by_product(d, x, inner, CUT)
             _store_tail(x_ptr, columns, d, C, VEC)
 
 
@@ -323,7 +326,9 @@ class TritonHead:
         library.multiply(x, hidden, weight, bias)
 
     @staticmethod
-    def statistics(x, labels, transform, temperature, out, once=False, first=0, vocabulary=None):
+    def statistics(
+        x, labels, transform, temperature, out, once=False, first=0, vocabulary=None, cut=False
+    ):
         if not len(x):
             return
         with device_of(x):
@@ -331,11 +336,13 @@ class TritonHead:
                 len(x), x, labels, temperature.per_row, temperature.number,
                 None if transform.softcap is None else transform.inner, transform.outer,
                 *out, x.shape[1], first, vocabulary or x.shape[1], x.stride(0),
-                **window(x.shape[1], x.dtype),
+                **window(x.shape[1], x.dtype), CUT=cut and transform.softcap is not None,
             )  # fmt: skip
 
     @staticmethod
-    def gradients_(x, first, labels, transform, temperature, saved, upstream, once=False):
+    def gradients_(
+        x, first, labels, transform, temperature, saved, upstream, once=False, cut=False
+    ):
         shapes = window(x.shape[1], x.dtype)
         parts = parts_of(x.shape[1], shapes["VEC"])
         with device_of(x):
@@ -345,6 +352,7 @@ class TritonHead:
                 transform.logit_scale, saved.unscaled_max, saved.exp_sum,
                 None if upstream.entropies is None else saved.mean, *upstream,
                 x.shape[1], first, parts, x.stride(0), **shapes, PART=PART_VECTORS * shapes["VEC"],
+                CUT=cut and transform.softcap is not None,
             )  # fmt: skip
 
     @staticmethod
@@ -352,7 +360,13 @@ class TritonHead:
         return x.float() if transform.softcap is None else torch.tanh(x.float() * transform.inner)
 
     @staticmethod
-    def restrict_(x, sets, rows, first):
+    def lowest(transform):
+        return float("-inf")
+
+    @staticmethod
+    def restrict_(x, sets, rows, first, transform):
+        if transform.softcap is not None:  # a cap gives a bias of -inf the logit -c
+            x.clamp_(min=torch.finfo(x.dtype).min)
         restrict_(x, sets, rows, first)
 
     @staticmethod
