@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.collect.respond import Asked, Respond, as_texts
-from fastrl.data.chat import as_answer, templates_of
+from fastrl.data.chat import as_answer, bytes_of, templates_of
 from fastrl.data.columns import ANSWERS, Roles, read_row
 from fastrl.data.encode import Encoder
 from fastrl.data.prompts import with_prompt_ids
@@ -64,7 +64,7 @@ class FromData:
 
     def __call__(self, asked: Asked) -> Samples:
         """Raises ValueError for rows without completions, or with one that is too long."""
-        encoder, asked_for = Encoder(self.tokenizer), asked.prompts
+        asked_for = asked.prompts
         said, columns, rows = asked_for.prompts, asked_for.columns, asked_for.prompt_rows
         if COMPLETION not in columns:
             raise ValueError(f"the rows have no column {COMPLETION}, only prompt, {[*columns]}")
@@ -73,19 +73,7 @@ class FromData:
         for i, row in enumerate(rows):
             where = f"the completion of row {row} of the batch, to {said[i]!r:.80},"
             answer = checked_answer(said[i], columns[COMPLETION][i], row, where)
-            front, (ids,) = encoder.with_template(templates[i]).together(said[i], (answer,))
-            if self.longest is not None:
-                front = front[max(0, len(front) + len(ids) - self.longest) :]
-            if not front:
-                raise ValueError(
-                    f"{where} has {len(ids)} tokens, which leave none of its prompt within "
-                    f"max_length={self.longest}: raise max_length, or leave such rows out"
-                )
-            if limit := self.exceeded(len(front), len(ids)):
-                raise ValueError(
-                    f"{where} has {len(ids)} tokens, with {len(front)} of its prompt more than the "
-                    f"{limit}: lower max_length, or leave such rows out"
-                )
+            front, ids = self._encoded(said[i], answer, templates[i], where)
             fronts.append(torch.tensor(front))
             responses.append(torch.tensor(ids))
         prompts = with_prompt_ids(asked_for, fronts, self.tokenizer)
@@ -97,6 +85,38 @@ class FromData:
             texts=texts,
             completions=list(map(as_answer, said, texts)),
         )
+
+    def check(self, row: Mapping[str, Any], i: int, where: str) -> None:
+        """Raises ValueError for row ``i`` with a completion that does not continue its prompt, or
+        that has more bytes than there is room for tokens, and more tokens, too."""
+        prompt = row["prompt"]
+        answer = checked_answer(prompt, row[COMPLETION], i, where)
+        sizes = bytes_of(prompt), bytes_of(answer)
+        cut = self.longest is not None and sizes[1] >= self.longest
+        if cut or self.exceeded(*sizes) is not None:
+            columns = {name: [value] for name, value in row.items()}
+            (template,) = templates_of([prompt], columns, [i], self.template)
+            self._encoded(prompt, answer, template, where)
+
+    def _encoded(
+        self, prompt: Any, answer: Any, template: Mapping[str, Any], where: str
+    ) -> tuple[list[int], list[int]]:
+        """The token ids of a prompt, as it is cut, and of its completion."""
+        encoder = Encoder(self.tokenizer).with_template(template)
+        front, (ids,) = encoder.together(prompt, (answer,))
+        if self.longest is not None:
+            front = front[max(0, len(front) + len(ids) - self.longest) :]
+        if not front:
+            raise ValueError(
+                f"{where} has {len(ids)} tokens, which leave none of its prompt within "
+                f"max_length={self.longest}: raise max_length, or leave such rows out"
+            )
+        if limit := self.exceeded(len(front), len(ids)):
+            raise ValueError(
+                f"{where} has {len(ids)} tokens, with {len(front)} of its prompt more than the "
+                f"{limit}: lower max_length, or leave such rows out"
+            )
+        return front, ids
 
 
 @dataclass(frozen=True)

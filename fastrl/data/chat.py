@@ -119,6 +119,13 @@ def is_blank(prompt: TextOrMessages) -> bool:
     return not any(c.strip() if isinstance(c, str) else c for c in contents)
 
 
+def bytes_of(prompt: TextOrMessages) -> int:
+    """The bytes of a text, or of the contents of messages."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(str(message.get("content")).encode()) for message in prompt)
+
+
 def is_whole(prompt: TextOrMessages) -> bool:
     """Whether something is chat messages that begin with a prompt, not the assistant's answer."""
     return bool(prompt) and not isinstance(prompt, str) and prompt[0]["role"] != "assistant"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastrl.data.chat import TEMPLATE_COLUMNS, is_blank, template_arguments
+from fastrl.data.chat import TEMPLATE_COLUMNS, bytes_of, is_blank, template_arguments
 from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.tables import ROW, each_row, is_stream, row_number
 from fastrl.models.layout import layout_of
@@ -60,7 +60,7 @@ class PromptRoom:
             for first, (i, row) in enumerate(rows_of(data))
             if not first
             or is_blank(row["prompt"])
-            or self._exceeded(_bytes_of(row["prompt"])) is not None
+            or self._exceeded(bytes_of(row["prompt"])) is not None
         )
         while chunk := list(itertools.islice(doubtful, _AT_A_TIME)):
             names, prompts, templates = zip(*chunk, strict=True)
@@ -120,10 +120,3 @@ def rows_of(data: Any, *further: str) -> Iterator[tuple[int, Mapping[str, Any]]]
         columns = [name for name in data.column_names if name in read]
         for i, row in enumerate(each_row(data.with_format(None).select_columns(columns))):
             yield row_number(row, i), row
-
-
-def _bytes_of(prompt: Any) -> int:
-    """Bytes of a text, or of the contents of messages."""
-    if isinstance(prompt, str):
-        return len(prompt.encode())
-    return sum(len(str(message.get("content")).encode()) for message in prompt)

@@ -122,15 +122,19 @@ def test_linear_ppo_loss(backend, device, random):
     inputs["denominator"] = draw.one_of((None, 7.0, torch.tensor(11.0, device=device)), "over")
     assert mask.shape == leading
 
-    def op(**options: Any) -> tuple[Tensor, ...]:
-        loss, stats = linear_ppo_loss(**with_kl(options, KLTerm), backend=backend)
-        return loss, *stats.tensor[: len(LossStats.NAMES)].unbind(), stats.logprobs
+    check(partial(ppo_loss, backend), ppo_formula, inputs, per_token)
 
-    def formula(**options: Any) -> tuple[Tensor, ...]:
-        loss, stats = reference.linear_ppo_loss(**with_kl(options, lambda *term: term))
-        return loss, *(stats[name] for name in (*LossStats.NAMES, "logprobs"))
 
-    check(op, formula, inputs, per_token)
+def ppo_loss(backend: str, **options: Any) -> tuple[Tensor, ...]:
+    """The op's loss, statistics and log-probs; a KL term is given as ``ref_logprobs`` and
+    ``kind``."""
+    loss, stats = linear_ppo_loss(**with_kl(options, KLTerm), backend=backend)
+    return loss, *stats.tensor[: len(LossStats.NAMES)].unbind(), stats.logprobs
+
+
+def ppo_formula(**options: Any) -> tuple[Tensor, ...]:
+    loss, stats = reference.linear_ppo_loss(**with_kl(options, lambda *term: term))
+    return loss, *(stats[name] for name in (*LossStats.NAMES, "logprobs"))
 
 
 def with_kl(options: dict[str, Any], term: Op) -> dict[str, Any]:

@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl_kernels import (
-    KLTerm,
-    LossStats,
-    TokenSets,
-    gemm,
-    linear_logprobs,
-    linear_ppo_loss,
-    reference,
-)
+from fastrl_kernels import TokenSets, gemm, linear_logprobs, reference
 from fastrl_kernels.token_sets import packed, unpacked
 from fastrl_kernels.types import KL_KINDS
 from tests.kernels.judge import judge
@@ -28,7 +20,7 @@ from tests.kernels.test_linear_logprobs import (
     run,
     with_holes,
 )
-from tests.kernels.test_linear_properties import LIMITS, head, with_kl
+from tests.kernels.test_linear_properties import LIMITS, head, ppo_formula, ppo_loss
 from tests.kernels.test_properties import Draw, examples
 from tests.kernels.test_vocab_parallel import CUTS, group, shared  # noqa: F401
 from tests.kernels.test_vocab_parallel import judge as judge_shared
@@ -120,15 +112,21 @@ def test_losses_over_sets(backend, device, kind, random):
     inputs["entropy_coef"] = draw.one_of((0.0, 0.1), "entropy_coef")
     assert mask.shape == leading
 
-    def op(**options: Any) -> tuple[Tensor, ...]:
-        loss, stats = linear_ppo_loss(**with_kl(options, KLTerm), backend=backend)
-        return loss, *stats.tensor[: len(LossStats.NAMES)].unbind(), stats.logprobs
+    check(partial(ppo_loss, backend), ppo_formula, inputs, sets)
 
-    def formula(**options: Any) -> tuple[Tensor, ...]:
-        loss, stats = reference.linear_ppo_loss(**with_kl(options, lambda *term: term))
-        return loss, *(stats[name] for name in (*LossStats.NAMES, "logprobs"))
 
-    check(op, formula, inputs, sets)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_set_may_have_tokens_that_a_bias_bars(backend, device, softcap):
+    """Of probability 0, or with a soft cap of the lowest logit; others are in no distribution."""
+    inputs = batch(9, 507, device=device, bias=True)
+    inputs["bias"][::3] = -torch.inf
+    inputs["labels"] = inputs["labels"] // 3 * 3 + 1
+    mask = drawn_mask(Random(5), inputs["labels"].cpu(), 507, "mixed")
+    inputs["support"] = mask.to(device)
+    options = {"entropy": True, "softcap": softcap}
+    op = partial(linear_logprobs, backend=backend, **options)
+    formula = partial(reference.linear_logprobs, **options)
+    check(op, formula, inputs, TokenSets.of_mask(mask).to(device))
 
 
 @pytest.mark.parametrize("library", ["mm", "onednn"])

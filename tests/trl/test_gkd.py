@@ -210,17 +210,23 @@ def test_what_cannot_be_is_refused(settings: Any, said: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("completions", "settings", "said"), [
     ([" w4 w5 w6 w7"] * 8, {"max_length": 4}, "leave none of its prompt within max_length=4"),
-    ([" w4" * 60] * 8, {}, "more than the model's context of"),
-    ([""] * 8, {"max_steps": 1}, "row 0 of the batch, .* and not be empty"),  # as a stream
+    ([" w4"] * 7 + [" w4" * 60], {}, "more than the model's context of"),
+    ([" w4"] * 7 + [" w4" * 25], {}, "more than the teacher's model's context of 24"),
+    ([""] * 8, {}, "and not be empty"),
 ])  # fmt: skip
 def test_a_completion_that_cannot_be_learned_is_refused(
     completions: list[Any], settings: Any, said: str, tmp_path: Path
 ) -> None:
+    """Before training, with its row; of a stream as its batch comes."""
     data: Any = Dataset.from_dict({"prompt": ["w3 w4"] * 8, "completion": completions})
-    if "" in completions:
-        data = data.to_iterable_dataset()
-    trainer = make(tmp_path, lmbda=0.0, train_dataset=data, **settings)
-    with pytest.raises(ValueError, match=said):
+    settings = {"lmbda": 0.0, "max_new_tokens": 4, **settings}
+    teacher = another(max_position_embeddings=24) if "teacher" in said else None
+    given = {"teacher": teacher, "train_dataset": data}
+    with pytest.raises(ValueError, match=f"completion of row [07] of train_dataset.*{said}"):
+        make(tmp_path, **given, **settings)
+    given["train_dataset"] = data.to_iterable_dataset()
+    trainer = make(tmp_path, **given, max_steps=8, **settings)
+    with pytest.raises(ValueError, match=f"completion of row . of the batch.*{said}"):
         trainer.train()
 
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from fastrl.collect.completions import (
     COMPLETION,
     MESSAGES,
+    FromData,
     Mixed,
-    checked_answer,
     split_messages,
 )
 from fastrl.collect.respond import Respond
@@ -19,6 +19,7 @@ from fastrl.samples import Samples
 from fastrl.trainers.groups.distillation import DistillationTrainer
 from fastrl.trainers.groups.gkd_config import GKDConfig
 from fastrl.trainers.prompt_room import data_by_name, rows_of
+from fastrl.trainers.teachers import TEACHER_COLUMNS
 
 _REFUSED = {
     "data_collator": "rows are encoded as they are used; give them messages, or prompt and "
@@ -97,7 +98,6 @@ class GKDTrainer(DistillationTrainer):
 
     def _make_parts(self) -> None:
         samples_of_teacher = self.seq_kd and self.lmbda < 1
-        self._check_completions(of_training=self.lmbda < 1 and not self.seq_kd)
         one = len(self.teacher_models) == 1 and self.args.teacher_column is None
         if samples_of_teacher and not (one and self.args.teacher_placement == "device"):
             raise ValueError(
@@ -105,6 +105,7 @@ class GKDTrainer(DistillationTrainer):
                 "device: pass it as teacher_model, without teacher_placement, or leave seq_kd out"
             )
         super()._make_parts()
+        self._check_completions(of_training=self.lmbda < 1 and not self.seq_kd)
         if samples_of_teacher and is_spread(self.teacher_model):
             raise ValueError(
                 "seq_kd=True samples from the teacher, whose weights are spread over processes "
@@ -113,7 +114,8 @@ class GKDTrainer(DistillationTrainer):
 
     def _check_completions(self, of_training: bool) -> None:
         """Raises ValueError for a data set without the completions that are learned, or by which
-        an evaluation judges, or with one that does not continue its prompt."""
+        an evaluation judges, or with one that does not continue its prompt, or is too long."""
+        from_data = self._from_data()
         for name, data in data_by_name(self.train_dataset, self.eval_dataset).items():
             trains, columns = name == "train_dataset", getattr(data, "column_names", None)
             if columns is None or (trains and not of_training):
@@ -125,11 +127,18 @@ class GKDTrainer(DistillationTrainer):
                     f"messages, or prompt and completion{remedy}"
                 )
             for i, row in rows_of(data, COMPLETION):
-                where = f"the completion of row {i} of {name}"
-                checked_answer(row["prompt"], row[COMPLETION], i, where)
+                from_data.check(row, i, f"the completion of row {i} of {name}")
+
+    def _from_data(self) -> FromData:
+        """What answers by the data's completions, which teachers read as the student does where
+        there are no other prompts for them."""
+        columns = getattr(self.train_dataset, "column_names", None) or TEACHER_COLUMNS
+        taught, others = self._taught, {*columns} & {*TEACHER_COLUMNS}
+        teachers = () if taught is None or others else taught.models.read_by()
+        return self._rollouts.from_data(self.args.max_length, teachers)
 
     def _respond_by(self) -> Respond:
-        args, data = self.args, self._rollouts.from_data(self.args.max_length)
+        args, data = self.args, self._from_data()
         by_teacher = self.seq_kd and self.lmbda < 1
         return Mixed(
             super()._respond_by(),

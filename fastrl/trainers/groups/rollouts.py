@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,9 +100,19 @@ class GroupRollouts:
             self.args.temperature,
         )
 
-    def from_data(self, longest: int | None) -> Respond:
-        """Returns what answers prompts by the data's completions, see :class:`FromData`."""
-        exceeded = layout_of(self.policy()).exceeded
+    def from_data(self, longest: int | None, teachers: Sequence[Any] = ()) -> FromData:
+        """Returns what answers prompts by the data's completions, see :class:`FromData`.
+
+        Args:
+            teachers: models that read the same prompts and completions.
+        """
+        limits = [("", layout_of(self.policy()).exceeded)]
+        limits += [("teacher's ", layout_of(model).exceeded) for model in teachers]
+
+        def exceeded(prompt: int, completion: int) -> str | None:
+            found = ((whose, limit(prompt, completion)) for whose, limit in limits)
+            return next((f"{whose}{limit}" for whose, limit in found if limit), None)
+
         return FromData(self.tokenizer, self.template, longest, exceeded, self.decode)
 
     def decode(self, prompt: Tensor, response: Tensor) -> str:

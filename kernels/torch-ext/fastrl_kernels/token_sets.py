@@ -287,9 +287,8 @@ def _words(vocabulary: int) -> int:
 
 def _counts(words: Tensor) -> Tensor:
     """The number of bits that are set in each row of words, [N] int64."""
-    octets = words.view(torch.uint8).int()
-    ones = (torch.arange(256)[:, None] >> torch.arange(8) & 1).sum(-1)
-    return ones[octets].sum(-1)
+    ones = _eights(words.device).view(torch.bool).view(256, 8).sum(-1)
+    return ones[words.view(torch.uint8).int()].sum(-1)
 
 
 def _places(offsets: Tensor, rows: Tensor) -> Tensor:
