@@ -75,6 +75,7 @@ from fastrl.trainers.prompt_room import PromptRoom, data_by_name
 from fastrl.trainers.reference import model_of, reference_of
 from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.supervised import check_one_gpu, prefix_of, settings_of, trained_identity
+from fastrl.trainers.teachers import TeacherPrompts
 
 LOGPROBS = "_get_per_token_logps_and_entropies"
 _LOSSES = {"_compute_loss", "compute_loss", LOGPROBS}  # by TRL's names
@@ -110,6 +111,7 @@ class OnlineTrainer(BaseTrainer, ABC):
     _loss: TokenLoss
     _scorer: ResponseScorer
     _rollouts: GroupRollouts
+    _taught: TeacherPrompts | None
     rewards: RewardFunctions
     reward_weights: Tensor
     beta: float

@@ -34,6 +34,7 @@ from .workspace import KEPT_BYTES, result_like
 
 COLUMNS, FEWEST_COLUMNS = 8192, 1024  # columns of the vocabulary at a time, unless all
 _ROW_STEP = 16  # the rows of a chunk are a multiple of it
+_LEAST, _NOTHING = -87.0, 2e-38  # exp(-87) = 1.6e-38, which no smaller normal number is near
 _TILE = 256  # on a GPU chunks have multiples of it in rows and columns, as its products have tiles
 # Bytes of logits at a time. Less on a CPU, where a chunk should fit in a cache, and memory is kept
 # for the next call.
@@ -201,7 +202,8 @@ class TorchHead:
         once = once and transform.softcap is None
         for rows, block in blocks(x):
             exp = block if once else e[: len(block)]
-            _statistics(block, labels[rows], transform, temperature.at(rows), out.at(rows), d, exp)
+            t, found = temperature.at(rows), out.at(rows)
+            _statistics(block, labels[rows], transform, t, found, d, exp, cut)
 
     @staticmethod
     def gradients_(
@@ -227,7 +229,7 @@ class TorchHead:
             if exps_given:
                 gradient = block.mul_(base[:, None])
             else:
-                gradient = _gradients_by_z(block, base, transform, t, row, grads, d, e)
+                gradient = _gradients_by_z(block, base, transform, t, row, grads, d, e, cut)
             add_at_labels_(gradient, labels[rows] - first, g)
             if transform.softcap is not None:
                 if cut:
@@ -308,10 +310,19 @@ def _shifted(
     transform: LogitTransform,
     temperature: Temperature,
     out: Tensor,
+    cut: bool,
 ) -> Tensor:
-    """z - max z. -inf, of tokens that a bias masks out, becomes FLOOR, so that exp(d)·d is 0."""
+    """z - max z. -inf, of tokens that a bias masks out, becomes FLOOR, so that exp(d)·d is 0; where
+    rows are ``cut`` the lowest number of which `_exp` is fast."""
     d = torch.sub(x, row_max[:, None], out=out[: len(x)])
-    return _times_(d, transform.outer, temperature).clamp_(min=FLOOR)
+    return _times_(d, transform.outer, temperature).clamp_(min=_LEAST if cut else FLOOR)
+
+
+def _exp(d: Tensor, out: Tensor, cut: bool) -> Tensor:
+    """exp(d), and 0 for the lowest numbers of rows that are ``cut``. MKL takes up to 150 times as
+    long for exponentials that underflow, which in these rows are nearly all."""
+    torch.exp(d, out=out)  # it may be what d was made of
+    return torch.threshold_(out, _NOTHING, 0.0) if cut else out
 
 
 def _statistics(
@@ -322,18 +333,19 @@ def _statistics(
     out: RowStatistics,
     d: Tensor,
     e: Tensor,
+    cut: bool,
 ) -> None:
     known = (labels >= 0) & (labels < x.shape[1])
     columns = labels.clamp(0, x.shape[1] - 1)[:, None]
     torch.amax(x, -1, out=out.unscaled_max).clamp_(min=LOWEST)
-    d = _shifted(x, out.unscaled_max, transform, temperature, d)
+    d = _shifted(x, out.unscaled_max, transform, temperature, d, cut)
     at_label = x.gather(1, columns)[:, 0] - out.unscaled_max
     at_label = _times_(at_label, transform.outer, temperature)
     if out.mean_logit is not None:
         out.mean_logit.copy_(_times_(x.mean(-1), transform.outer, temperature))
     if out.is_top1 is not None:
         torch.eq(x.argmax(-1), labels, out=out.is_top1)
-    torch.exp(d, out=e)  # e may be x
+    _exp(d, e, cut)
     torch.sum(e, -1, out=out.exp_sum)
     log_sum = out.exp_sum.log()
     out.logprobs.copy_(torch.where(known, at_label - log_sum, torch.nan))
@@ -353,11 +365,12 @@ def _gradients_by_z(
     upstream: RowGradients,
     d: Tensor,
     e: Tensor,
+    cut: bool,
 ) -> Tensor:
     """exp(d)·(base + slope·(d - mean)), in place of x, or in d where a cap still needs x."""
     out = x if transform.softcap is None else d[: len(x)]
-    d = _shifted(x, saved.unscaled_max, transform, temperature, d)
-    e = torch.exp(d, out=e[: len(x)])
+    d = _shifted(x, saved.unscaled_max, transform, temperature, d, cut)
+    e = _exp(d, e[: len(x)], cut)
     if upstream.entropies is None or saved.mean is None:
         return torch.mul(e, base[:, None], out=out)
     slope = _times_(-upstream.entropies / saved.exp_sum, transform.logit_scale, temperature)
@@ -458,6 +471,9 @@ class HeadInputs(NamedTuple):
             start = self.vocabulary.start + first
             self.head.restrict_(x, self.support, rows, start, self.transform)
 
+    def _cut(self, rows: slice) -> bool:
+        return self.support is not None and self.support.cuts(rows)
+
     def statistics(
         self,
         x: Tensor,
@@ -469,7 +485,7 @@ class HeadInputs(NamedTuple):
         """Fills the rows of ``out``, whose columns come from ``first`` on in order."""
         self.head.statistics(
             x, self.labels[rows], self.transform, self.temperature.at(rows), out.at(rows), once,
-            first, len(self.weight), self.support is not None,
+            first, len(self.weight), self._cut(rows),
         )  # fmt: skip
 
     def join_(self, rows: slice, out: RowStatistics, common: bool = False) -> None:
@@ -501,7 +517,7 @@ class HeadInputs(NamedTuple):
         """Replaces x by its products' gradients; ``saved`` has all rows, ``upstream`` these."""
         self.head.gradients_(
             x, first, self.labels[rows], self.transform, self.temperature.at(rows), saved.at(rows),
-            upstream, once, self.support is not None,
+            upstream, once, self._cut(rows),
         )  # fmt: skip
 
 

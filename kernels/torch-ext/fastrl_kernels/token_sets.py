@@ -209,6 +209,14 @@ class TokenSets:
             found[of_bits] = ((words >> (at % _WORD)) & 1) == 1
         return found & known
 
+    def cuts(self, rows: slice) -> bool:
+        """Whether some rows may have other sets than whole ones; True on devices that would have
+        to be waited for."""
+        if self.kinds.device.type != "cpu" or torch.compiler.is_compiling():
+            return True
+        kinds, lengths = self.kinds[rows], self.offsets[rows.start : rows.stop + 1].diff()
+        return bool(((kinds != WHOLE) & ((kinds != BUT) | (lengths > 0))).any())
+
     def restrict_(self, x: Tensor, rows: slice, first: int = 0) -> None:
         """Gives logits x [r, C] of some rows, and of the tokens from ``first`` on, -inf where a
         token is not in the row's set."""
