@@ -201,10 +201,10 @@ def _compiled_linear_logprobs() -> Iterator[Compiled]:
         for label in (every if name == "bf16" else few)
     ]
     calls += [("bf16", 503, label) for label in few]  # fits in one window
-    calls += [(name, 50257, "sets") for name in DTYPES] + [("bf16", 50257, "softcap, sets")]
+    calls += [(name, 50257, "sets") for name in DTYPES] + [("bf16", 50257, "sets, softcap")]
     for name, vocabulary, label in calls:
-        options = dict(every[label.removesuffix("sets").removesuffix(", ")])
-        if label.endswith("sets"):
+        options = dict(every[label.removeprefix("sets").removeprefix(", ")])
+        if label.startswith("sets"):
             options["support"] = _sets(vocabulary)
         made = partial(call, DTYPES[name], vocabulary, options)
         yield Compiled(f"{name} V={vocabulary} {label}".strip(), made, CHUNK)

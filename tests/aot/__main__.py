@@ -4,7 +4,8 @@ Each target gets a process (kernels cache per device, and the interpreter must b
 compiles every specialisation of the calls. The other targets compile every shape (dtypes,
 alignments, tiles, formulas) with the most options that it comes with, and every value of every
 option at least once (`covering` in worker.py); with `--full`, everything, and with `--quick`, as
-in `make test`, of each kernel and dtype what has the most options (`fullest`).
+in `make test`, of each kernel and dtype what has the most options, and of each kernel what has the
+fewest (`extremes`).
 
 The installed Triton compiles, or each `--triton VERSION`, downloaded at first; `--triton all` are
 those that kernels are held to (`versions.py`), for each compiles otherwise; one of them that
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     much = parser.add_mutually_exclusive_group()
     much.add_argument("--full", action="store_true", help="every specialisation on every target")
     much.add_argument(
-        "--quick", action="store_true", help="the fullest specialisation of each kernel and dtype"
+        "--quick",
+        action="store_true",
+        help="the fullest specialisation of each kernel and dtype, and the barest of each kernel",
     )
     parser.add_argument(
         "--triton", action="append", metavar="VERSION",

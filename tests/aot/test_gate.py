@@ -23,7 +23,7 @@ from tests.aot.worker import (
     Row,
     blocks_per_processor,
     covering,
-    fullest,
+    extremes,
     main_loops,
     over_limits,
 )
@@ -283,7 +283,7 @@ def test_a_covering_has_every_shape_with_the_most_options_and_every_value_of_an_
         "fp32 mask": known("*fp32", mask="*u1"),
     }
     assert covering(found) == {"all", "mask", "entropy", "half entropy", "fp32 mask"}
-    assert fullest(found) == {"all", "fp32 mask"}
+    assert extremes(found) == {"all", "fp32 mask", "plain"}
 
 
 def _row(**changes):

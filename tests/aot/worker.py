@@ -7,7 +7,7 @@ specialisations that users hit. Kernels cache per device, not per target: one pr
 One target compiles all of them, the others what `covering` chooses: options that meet in one kernel
 are the front end's business, which is the same for all; registers, spills and access widths are
 each target's own, and follow from dtypes, tiles and from how many options are on. A quick run takes
-what `fullest` chooses, on every target.
+what `extremes` chooses, on every target.
 """
 
 from __future__ import annotations
@@ -321,15 +321,15 @@ def covering(specialisations: Mapping[str, Arguments]) -> set[str]:
     return chosen
 
 
-def fullest(specialisations: Mapping[str, Arguments]) -> set[str]:
-    """Of each dtype of a kernel's first tensor the specialisation with the most options."""
-    chosen: dict[str, tuple[int, str]] = {}
+def extremes(specialisations: Mapping[str, Arguments]) -> set[str]:
+    """Of each dtype of a kernel's first tensor the specialisation with the most options, and of the
+    kernel the one with the fewest, whose code may be another one."""
+    left_out = {k: list(v.values()).count(ABSENT) for k, v in specialisations.items()}
+    by_dtype: dict[str, list[str]] = {}
     for key, arguments in specialisations.items():
-        dtype = next(iter(arguments.values())).split()[0]
-        left_out = list(arguments.values()).count(ABSENT)
-        if dtype not in chosen or left_out < chosen[dtype][0]:
-            chosen[dtype] = left_out, key
-    return {key for _, key in chosen.values()}
+        by_dtype.setdefault(next(iter(arguments.values())).split()[0], []).append(key)
+    chosen = {min(keys, key=left_out.__getitem__) for keys in by_dtype.values()}
+    return chosen | {max(left_out, key=left_out.__getitem__)}
 
 
 def kernel_name(function: Any) -> str:
@@ -557,7 +557,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", required=True, help="a module with PACKAGE and compiled()")
     parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
     parser.add_argument("--full", action="store_true", help="compile every specialisation")
-    parser.add_argument("--quick", action="store_true", help="compile the fullest of each dtype")
+    parser.add_argument(
+        "--quick", action="store_true", help="compile the fullest of each dtype, and the barest"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the report, as JSON")
     args = parser.parse_args(argv)
 
@@ -573,7 +575,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # With some ops left out, some kernels are left out too.
     target = TARGETS[args.target]
     package = None if args.op else module.PACKAGE
-    standing_for = fullest if args.quick else None if args.full or target.full else covering
+    standing_for = extremes if args.quick else None if args.full or target.full else covering
     report = gate(target, calls, package, standing_for)
     args.out.write_text(json.dumps(asdict(report)), encoding="utf-8")
     return 0

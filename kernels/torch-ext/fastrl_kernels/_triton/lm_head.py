@@ -27,19 +27,19 @@ _SCALE_THREADS = tl.constexpr(256)  # at most, of a program: four warps of 64
 @triton.jit
 def _unscaled(x, inner, CUT: tl.constexpr = False):
     """A product's unscaled logit; where rows are cut, -inf is a token that the row's set lacks."""
-    if inner is None:
-        return x
-    capped = accurate_tanh(x * tl.cast(inner, tl.float32))
-    return tl.where(x == float("-inf"), x, capped) if CUT else capped
+    if inner is not None:
+        capped = accurate_tanh(x * tl.cast(inner, tl.float32))
+        x = tl.where(x == float("-inf"), x, capped) if CUT else capped
+    return x
 
 
 @triton.jit
 def _by_product(d, x, inner, CUT: tl.constexpr):
     """The gradient by a product from that by its unscaled logit."""
-    if inner is None:
-        return d
-    x = tl.maximum(x, -1.0) if CUT else x  # -inf: d is 0
-    return d * (1.0 - x * x)
+    if inner is not None:
+        x = tl.maximum(x, -1.0) if CUT else x  # -inf: d is 0
+        d *= 1.0 - x * x
+    return d
 
 
 @triton.jit
