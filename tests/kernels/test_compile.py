@@ -23,7 +23,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Whose whole work is one operator, so that Triton's kernels run in compiled code as well.
 OPERATORS = {
     "full_kl", "linear_kl", "linear_kl_loss", "linear_logprobs", "linear_nll_loss",
-    "linear_ppo_loss", "linear_sample", "sample_keys", "sample_tokens", "token_logprobs",
+    "linear_ppo_loss", "linear_sample", "sample_keys", "sample_tokens", "sample_with_support",
+    "token_logprobs",
 }  # fmt: skip
 LEAVES = 10  # of the fields below
 
@@ -95,9 +96,14 @@ def _kl(op: Callable[..., Any], x: Inputs, teacher: Any, **options: Any) -> Any:
     return op(x.hidden * 2, x.weight, x.labels, teacher, workspace_bytes=1000, **options)
 
 
-def _sampled(x: Inputs, **options: Any) -> Any:
+def _sampled(x: Inputs, op: Callable[..., Any] = ops.sample_tokens, **options: Any) -> Any:
     keys = ops.sample_keys(1, torch.arange(x.labels.numel(), device=x.labels.device), 3)
-    return ops.sample_tokens(x.logits.flatten(0, 1), keys, **options)
+    return op(x.logits.flatten(0, 1), keys, **options)
+
+
+def _with_support(x: Inputs, **options: Any) -> Any:
+    drawn, words = _sampled(x, ops.sample_with_support, **options)
+    return *drawn, words
 
 
 def _drawn(x: Inputs, **options: Any) -> Any:
@@ -263,6 +269,10 @@ CASES: dict[str, Callable[..., Any]] = {
     "sample_tokens tensors": lambda x, b: _sampled(
         x, temperature=x.temperature.flatten(), top_k=x.labels.flatten().clamp(min=0),
         top_p=x.temperature.flatten().clamp(max=1), min_p=x.temperature.flatten() / 9, backend=b,
+    ),
+    "sample_with_support": lambda x, b: _with_support(x, top_k=5, backend=b),
+    "sample_with_support tensors": lambda x, b: _with_support(
+        x, temperature=x.temperature.flatten(), min_p=x.temperature.flatten() / 9, backend=b
     ),
     "swiglu": lambda x, b: ops.swiglu(x.hidden, x.hidden * 2, backend=b),
     "token_logprobs": lambda x, b: ops.token_logprobs(x.logits * 2, x.labels, backend=b),

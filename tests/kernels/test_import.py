@@ -99,6 +99,7 @@ CALLS = {
     "cache, torch.tensor([1, 0]))",
     "sample_keys": "sample_keys(0, torch.arange(3), 1)",
     "sample_tokens": "sample_tokens(torch.randn(3, 11), torch.arange(3), top_k=5)",
+    "sample_with_support": "sample_with_support(torch.randn(3, 11), torch.arange(3), top_k=5)[0]",
     "swiglu": "swiglu(logits, ref_logits)",
     "token_logprobs": "token_logprobs(logits, labels, mask=mask, entropy=True)",
 }

@@ -20,6 +20,7 @@ from .preference import *  # noqa: F403
 from .rms_norm import rms_norm
 from .rng import sample_keys
 from .rotary import rotate_and_store
+from .sample_with_support import sample_with_support
 from .sampling import sample_tokens
 from .swiglu import swiglu
 from .token_sets import TokenSets
@@ -83,6 +84,7 @@ __all__ = [
     "rotate_and_store",
     "sample_keys",
     "sample_tokens",
+    "sample_with_support",
     "swiglu",
     "token_logprobs",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def _least_logit(row_max: Tensor, p: SamplingParameters) -> Tensor:
     return torch.where(bound < exact, torch.nextafter(bound, row_max), bound)
 
 
-def _lowest_kept(
+def lowest_kept(
     x: Tensor, e: Tensor, row_max: Tensor, p: SamplingParameters, free: Tensor
 ) -> Tensor:
     """The lowest logit [r, 1] that top-k, then top-p, then min-p keep; ``free`` is working memory
@@ -79,7 +80,7 @@ def _lowest_kept(
     return lowest
 
 
-def _without_zero(p: SamplingParameters) -> tuple[bool | Tensor, SamplingParameters]:
+def without_zero(p: SamplingParameters) -> tuple[bool | Tensor, SamplingParameters]:
     """Which rows are greedy, and their temperatures replaced by 1; NaN replaces impossible ones."""
     t = p.temperature
     if not isinstance(t, Tensor):
@@ -95,7 +96,7 @@ def _sample_rows(
     """Draws from fp32 logits [r, V], in working memory [2, r, parts, P]: tokens [r], and the other
     fields of ``SampledTokens`` [r, 5]."""
     vocabulary = x.shape[-1]
-    truncated, (greedy, p) = any(p.truncates(vocabulary)), _without_zero(p)
+    truncated, (greedy, p) = any(p.truncates(vocabulary)), without_zero(p)
     row_max = x.amax(-1, keepdim=True)
     d, e = memory.flatten(2)  # the last part may reach past the row: its weights there are 0
     d[:, vocabulary:] = -_INF
@@ -112,7 +113,7 @@ def _sample_rows(
     log_kept, cutoff = log_sum, torch.full_like(row_max, -_INF)
     if truncated:
         d, weights = d[:, :vocabulary], e[:, :vocabulary]
-        lowest = _lowest_kept(x, weights, row_max, p, d)
+        lowest = lowest_kept(x, weights, row_max, p, d)
         if isinstance(greedy, Tensor):
             lowest = torch.where(greedy, -_INF, lowest)
         finite = torch.gt(x, -_INF, out=d).sum(-1, keepdim=True)
@@ -121,36 +122,56 @@ def _sample_rows(
         weights.mul_(kept)
         sums = memory[1].sum(-1)
         log_kept = log_sum - (total / sums.sum(-1, keepdim=True)).log()
-    if greedy is True:
-        column = x.argmax(-1, keepdim=True)
-    else:
-        column = winners(sums, memory[1], keys).clamp_(max=vocabulary - 1)
-        if isinstance(greedy, Tensor):
-            column = torch.where(greedy, x.argmax(-1, keepdim=True), column)
+    column = raced(x, sums, memory[1], keys, greedy)
     at = x.gather(-1, column) - row_max
     scaled = tempered(at.clone(), p.temperature)
     at_one = at - (log_sum if log_sum_t1 is None else log_sum_t1)
     fields = [scaled - log_sum, at_one, scaled - log_kept, cutoff, log_sum - mean]
-    sound = (total > 0) & (row_max > -_INF)
+    return of_sound((total > 0) & (row_max > -_INF), column, fields)
+
+
+def raced(x: Tensor, sums: Tensor, weights: Tensor, keys: Tensor, greedy: bool | Tensor) -> Tensor:
+    """Columns [r, 1] drawn from logits by their weights [r, parts, P] and those of the parts; of
+    greedy rows the highest."""
+    if greedy is True:
+        return x.argmax(-1, keepdim=True)
+    column = winners(sums, weights, keys).clamp_(max=x.shape[-1] - 1)
+    if isinstance(greedy, Tensor):
+        return torch.where(greedy, x.argmax(-1, keepdim=True), column)
+    return column
+
+
+def of_sound(sound: Tensor, column: Tensor, fields: list[Tensor]) -> tuple[Tensor, Tensor]:
     numbers = torch.where(sound, torch.cat(fields, -1), math.nan)
     return torch.where(sound, column, -1).squeeze(-1), numbers
 
 
-def _torch_sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens:
+def in_chunks(
+    by_rows: Callable[..., tuple[Tensor, ...]],
+    logits: Tensor,
+    keys: Tensor,
+    p: SamplingParameters,
+    buffers: int = 2,
+) -> tuple[SampledTokens, Tensor | None]:
+    """Draws a few rows at a time; and the words that ``by_rows`` gave, if it did."""
     rows = as_rows(logits)[0] if logits.numel() else logits
     n, vocabulary = rows.shape
     step, size = rows_at_a_time(vocabulary), part_size(vocabulary)
-    shape = (2, min(step, n), -(-vocabulary // size), size)
+    shape = (buffers, min(step, n), -(-vocabulary // size), size)
     memory = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    found = []
+    found: list[tuple[Tensor, ...]] = []
     for first in range(0, n, step):
         chunk = slice(first, min(first + step, n))
         x = rows[chunk].float()
-        found.append(_sample_rows(x, keys[chunk], p.rows(chunk), memory[:, : len(x)]))
+        found.append(by_rows(x, keys[chunk], p.rows(chunk), memory[:, : len(x)]))
     if not found:
-        return SampledTokens(torch.empty_like(keys), *memory.new_empty(5, 0))
-    tokens, numbers = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
-    return SampledTokens(tokens, *(x.clone() for x in numbers.unbind(-1)))
+        words = keys.new_empty(0, -(-vocabulary // 32), dtype=torch.int32)
+        return SampledTokens(torch.empty_like(keys), *memory.new_empty(5, 0)), words
+    tokens, numbers, *further = (
+        found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+    )
+    drawn = SampledTokens(tokens, *(x.clone() for x in numbers.unbind(-1)))
+    return drawn, further[0] if further else None
 
 
 # name: whether it is an integer, a condition for its values, and the condition in words
@@ -191,7 +212,16 @@ def check_sampling_parameter(name: str, x: float | Tensor, like_name: str, like:
         raise ValueError(f"{name} must be {rule}, got {x}")
 
 
-def _check_values(parameters: SamplingParameters) -> None:
+def check_draw(logits: Tensor, keys: Tensor, parameters: SamplingParameters) -> None:
+    """Checks all that needs no look at the values of tensors."""
+    _check_logits(logits)
+    check_keys(keys)
+    check_per_token("keys", keys, "logits", logits)
+    for name, value in parameters._asdict().items():
+        check_sampling_parameter(name, value, "logits", logits)
+
+
+def check_values(parameters: SamplingParameters) -> None:
     """Checks the values of parameters that are tensors."""
     for name, x in parameters._asdict().items():
         _, holds, rule = _RULES[name]
@@ -209,8 +239,8 @@ def _run(
 
         return sampling.sample(logits, keys, parameters)
     if logits.device.type == "cpu":
-        _check_values(parameters)
-    return _torch_sample(logits, keys, parameters)
+        check_values(parameters)
+    return in_chunks(_sample_rows, logits, keys, parameters)[0]
 
 
 @operator()
@@ -315,11 +345,7 @@ def sample_tokens(
         if kinds in _NUMBERS:
             key = layout(logits), layout(keys), parameters, kinds
     if key is None or _passed.get(key) is None:
-        _check_logits(logits)
-        check_keys(keys)
-        check_per_token("keys", keys, "logits", logits)
-        for name, value in parameters._asdict().items():
-            check_sampling_parameter(name, value, "logits", logits)
+        check_draw(logits, keys, parameters)
         if key is not None:
             _passed.keep(key, True)
     chosen = choose(backend, logits)

@@ -95,10 +95,10 @@ class TokenSets:
                 f"[N, {width}]"
             )
         words = words.to("cpu", torch.int32).contiguous()
-        spare = width * _WORD - vocabulary
-        if spare:
+        last = (1 << vocabulary % _WORD) - 1 if vocabulary % _WORD else -1
+        if last > 0:
             words = words.clone()
-            words[:, -1] &= (1 << (_WORD - spare)) - 1
+            words[:, -1:] &= last
         counts = _counts(words)
         kinds = torch.full((len(words),), BITS, dtype=torch.uint8)
         kinds[vocabulary - counts <= width] = BUT
@@ -109,16 +109,12 @@ class TokenSets:
         data = torch.empty(int(offsets[-1]), dtype=torch.int32)
         at_a_time = max(1, _AT_A_TIME // max(1, vocabulary))
         for kind in (ONLY, BUT, BITS):
-            chosen = (kinds == kind).nonzero()[:, 0]
-            places = _places(offsets, chosen)
-            if kind == BITS:
-                data[places] = words[chosen].flatten()
-                continue
-            found = [
-                (unpacked(words[part], vocabulary) == (kind == ONLY)).nonzero()[:, 1]
-                for part in chosen.split(at_a_time)
-            ]
-            data[places] = torch.cat(found).int()
+            for chosen in (kinds == kind).nonzero()[:, 0].split(at_a_time):
+                found = words[chosen]
+                if kind == BUT:
+                    found = found.bitwise_not_()
+                    found[:, -1:] &= last
+                data[_places(offsets, chosen)] = found.flatten() if kind == BITS else _ids(found)
         ids = lengths[kinds != BITS]
         return cls(kinds, offsets, data, vocabulary, int(ids.max()) if len(ids) else 0)
 
@@ -291,6 +287,14 @@ def _eights(device: torch.device) -> Tensor:
 
 def _words(vocabulary: int) -> int:
     return -(-vocabulary // _WORD)
+
+
+def _ids(words: Tensor) -> Tensor:
+    """The places of the bits that are set in each row of words [N, W], one row after the other."""
+    rows, columns = words.nonzero(as_tuple=True)
+    bits = (words[rows, columns][:, None] >> torch.arange(_WORD)) & 1
+    of, bit = bits.nonzero(as_tuple=True)
+    return (columns[of] * _WORD + bit).int()
 
 
 def _counts(words: Tensor) -> Tensor:
