@@ -27,6 +27,7 @@ REFERENCE_ADAPTERS = ("off", "start", "auto")
 KL_PENALTIES = ("kl", "abs", "mse", "full")
 ROLLOUT_BACKENDS = ("engine", "generate")
 OLD_LOGPROBS = ("auto", "rollout", "recompute")
+FULL, SAMPLED = SUPPORTS = "full", "sampled"
 SAMPLER_CORRECTIONS = (
     *("off", "token-truncate", "token-mask"),
     *("sequence-truncate", "sequence-mask"),
@@ -302,6 +303,19 @@ class PPOConfig(TeacherArguments):
         "Of a mixture of experts: keep which experts a rollout chose, and score and learn with "
         "these, so that log-probs before and after an update are of the same experts.",
         False,
+    )
+    policy_support: str = setting(
+        "What log-probs, ratios, entropies and the KL are over where top_p, top_k, min_p or banned "
+        "tokens leave out some of the vocabulary: full, all of it; sampled, what each token was "
+        "drawn from.",
+        "full",
+        choices=SUPPORTS,
+    )
+    reference_support: str = setting(
+        "What the reference's log-probs are over with policy_support='sampled': sampled, the "
+        "policy's sets; full, all of the vocabulary.",
+        "sampled",
+        choices=SUPPORTS,
     )
     router_aux_loss_coef: float = setting(
         "Weight of the load-balancing loss of a mixture's routers; 0: it is only logged.",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrl.run.processes import Processes
+from fastrl_kernels import TokenSets
 
 # The kinds of columns, which decide the processes that get a column.
 PROMPT = "prompt"  # what is known before a response is drawn: all processes may have it already
@@ -58,7 +59,7 @@ class Samples:
     number per token of its sequence, fp32: log-probs in nats under the whole softmax at the
     sampling temperature and at 1 (greedy: both at 1), entropies in nats at the sampling
     temperature, and values (None without a value head). All are of the model's own distribution,
-    before penalties and truncation.
+    before penalties and truncation; with ``supports`` they are of the model over these.
 
     Attributes:
         sequences: the responses' token ids, with the EOS and tools' results.
@@ -69,6 +70,8 @@ class Samples:
         seed, sample_ids: what the engine keys the draws of a sample by; ``model.generate`` uses the
             seed alone.
         numbers: a sample's number among those of its prompt, from 0.
+        supports: the sets that each token was drawn from, L sets of token ids, where log-probs and
+            entropies are over these; None: they are over the whole vocabulary.
         room: the engine's room; zeros for ``model.generate``.
         temperature: the temperature of ``logprobs`` and ``entropies``; 1 where decoding was greedy.
         stats: statistics of the batch by their names, see :func:`joined_statistics`.
@@ -119,6 +122,7 @@ class Samples:
     seed: int | None = None
     sample_ids: list[int] | None = _column(SAMPLE)
     numbers: list[int] | None = _column(SAMPLE)
+    supports: list[TokenSets] | None = _column(TOKEN, learn=True)
     room: Room = Room()
     temperature: float = 1.0
     stats: dict[str, float] = field(default_factory=dict)
@@ -252,13 +256,18 @@ class Samples:
 
     def state(self) -> dict[str, Any]:
         """What an update reads, as a tree of tensors and plain values."""
-        return {**self.to_learn().known(), "of_batch": self.of_batch, "generated": self.generated}
+        known = self.to_learn().known()
+        if self.supports is not None:
+            known["supports"] = [list(sets.fields()) for sets in self.supports]
+        return {**known, "of_batch": self.of_batch, "generated": self.generated}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Samples:
         """The samples of a :meth:`state`, also of fastrl 0.2, whose columns had other names."""
         if "completion_ids" in state:
             state = {_NAMES_OF_BEFORE.get(name, name): column for name, column in state.items()}
+        if state.get("supports") is not None:
+            state = {**state, "supports": [TokenSets(*fields) for fields in state["supports"]]}
         return cls(**state)
 
     @property

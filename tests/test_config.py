@@ -45,7 +45,7 @@ def test_defaults_are_those_of_trl():
     ours |= {"padding_free", "micro_batch_tokens"}
     ours |= {"max_kl", "max_ratio", "optim", "optim_args", "master_weights"}
     ours |= {"offload_optimizer", "activation_offloading"}
-    ours |= {"replay_routing", "router_aux_loss_coef"}
+    ours |= {"replay_routing", "router_aux_loss_coef", "policy_support", "reference_support"}
     ours |= {n for n in settable if n.startswith(_OURS)}
     assert settable == {*DEFAULTS, "exp_name", "tracker_project_name", *ours}
 

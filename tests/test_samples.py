@@ -15,6 +15,7 @@ from fastrl.data.token_batch import EncodedBatch, TokenBatch, known_columns
 from fastrl.learn.experience import TOKENS, Experience
 from fastrl.run.processes import OneProcess
 from fastrl.samples import COLUMNS, TOKEN, Room, Samples, ToolCalls
+from fastrl_kernels import TokenSets
 
 FACTS = {  # of a whole batch
     Samples: {"seed", "room", "temperature", "stats", "of_batch", "generated"},
@@ -34,6 +35,8 @@ def elements(name: str, count: int, first: int, lengths: list[int]) -> Any:
         return [x.long() % 2 == 0 for x in tokens]
     if name == "sequences":
         return [x.long() for x in tokens]
+    if name == "supports":
+        return [TokenSets.of_ids(x.long()[:, None], 10_000) for x in tokens]
     if name == "tool_calls":
         return [ToolCalls(i + 1, i) for i in places]
     if COLUMNS[name]["kind"] == TOKEN:
@@ -61,6 +64,8 @@ def some(names: set[str], lengths: list[int], first: int = 0) -> Samples:
 def plain(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return [str(x.dtype), x.tolist()]
+    if isinstance(x, TokenSets):
+        return [x.vocabulary, *x.mask().nonzero().tolist()]
     if isinstance(x, dict):
         return {name: plain(y) for name, y in x.items()}
     return [plain(y) for y in x] if isinstance(x, list) else x

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastrl.collect.ledger import CODE
+from fastrl.collect.ledger import CODE, hash_of
 from fastrl.run.machine import differences, machine, other_draws, remedies, versions
 from fastrl.samples import Samples
 
@@ -26,6 +26,7 @@ class ReplayedSample:
         completion_ids, finish_reason: the L tokens and the finish reason of the sample drawn now.
         logprobs, values: its tokens' log-probs, at the temperature of the recorded ones, and
             values, [L] fp32; None where rollouts compute none.
+        support: a hash of the sets that its tokens were drawn from; None: it is not recorded.
     """
 
     recorded: dict[str, Any]
@@ -34,6 +35,7 @@ class ReplayedSample:
     logprobs: np.ndarray | None
     values: np.ndarray | None
     tolerance: float = 0.0
+    support: str | None = None
 
     @property
     def identical(self) -> bool:
@@ -58,6 +60,9 @@ class ReplayedSample:
         for name in ("logprobs", "values"):
             drawn = getattr(self, name)
             lines += difference(name, self.recorded[name], drawn, same, self.tolerance)
+        other = self.recorded.get("support") != self.support
+        if other and before == now and not self.tolerance:
+            lines.append("sets: what tokens were drawn from is not what was recorded")
         return lines
 
 
@@ -92,8 +97,18 @@ def rounding(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(dtype).eps)
 
 
-def recorded_rollout(rows: Sequence[Mapping[str, Any]], temperature: float) -> Samples:
-    """Samples of the ledger's rows of a step, whose log-probs are at ``temperature``."""
+def recorded_rollout(
+    rows: Sequence[Mapping[str, Any]], temperature: float, again: Samples | None = None
+) -> Samples:
+    """Samples of the ledger's rows of a step, whose log-probs are at ``temperature``.
+
+    Args:
+        again: the same samples, drawn again, whose sets the recorded ones have: a ledger has but
+            hashes of sets.
+
+    Raises:
+        ValueError: tokens or sets of ``again`` are not the recorded ones.
+    """
 
     def tensors(name: str) -> list[torch.Tensor] | None:
         if any(row[name] is None for row in rows):
@@ -101,6 +116,16 @@ def recorded_rollout(rows: Sequence[Mapping[str, Any]], temperature: float) -> S
         return [torch.tensor(row[name], dtype=torch.float32) for row in rows]
 
     logprobs = tensors("logprobs")
+    supports = None if again is None else again.supports
+    if again is not None and supports is not None:
+        drawn = zip(rows, again.sequences, supports, strict=True)
+        for i, (row, sequence, sets) in enumerate(drawn):
+            if row["completion_ids"] != sequence.tolist() or row["support"] != hash_of(sets):
+                raise ValueError(
+                    f"sample {i} was drawn from sets that are not known here: drawn again for "
+                    "them, it is not what was recorded; replay where the run was done, or a step "
+                    "right behind a checkpoint"
+                )
     return Samples(
         [torch.tensor(row["completion_ids"], dtype=torch.long) for row in rows],
         [row["finish_reason"] for row in rows],
@@ -108,6 +133,7 @@ def recorded_rollout(rows: Sequence[Mapping[str, Any]], temperature: float) -> S
         logprobs_t1=logprobs if temperature == 1 else None,
         values=tensors("values"),
         temperature=temperature,
+        supports=supports,
     )
 
 
@@ -139,6 +165,7 @@ def compared(
             of(logprobs, i),
             of(drawn.values, i),
             tolerance,
+            None if drawn.supports is None else hash_of(drawn.supports[i]),
         )
         for i, row in enumerate(rows)
     ]

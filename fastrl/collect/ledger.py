@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from fastrl.learn.samples import learned_counts
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 from fastrl.samples import Samples
+from fastrl_kernels import TokenSets
 
 CODE = "code"  # in ``Ledger.facts``: hashes of users' functions, by their names
 NOT_JSON = "generation_kwargs that are not JSON"  # in ``Ledger.facts``: these arguments' names
@@ -105,7 +107,7 @@ def ledger_columns(
         advantages: advantages of the tokens that are learned; None: there are none.
         temperature: the temperature of the log-probs in the rows.
     """
-    count = len(samples)
+    count, supports = len(samples), samples.supports
     return {
         "prompt_row": samples.prompt_rows,
         "prompt": samples.prompt_texts,
@@ -126,8 +128,17 @@ def ledger_columns(
         "reward": samples.rewards.numpy(),
         "score": samples.scores.numpy(),
         "token_scores": _lists(samples.token_scores, np.float32),
+        **({} if supports is None else {"support": list(map(hash_of, supports))}),
         **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in samples.rewards_by_function.items()},
     }
+
+
+def hash_of(sets: TokenSets) -> str:
+    """A hash of sets of tokens, 16 bytes in hexadecimal."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for x in (sets.kinds, sets.offsets, sets.data):
+        hashed.update(x.cpu().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def teacher_columns(

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastrl.collect.environments import Environments
 from fastrl.collect.rollout_func import rolled_out
 from fastrl.collect.tools import Toolbox, ToolLoop
+from fastrl.config import FULL
 from fastrl.data.chat import TextOrMessages, as_answer, check_prompt, templates_of
 from fastrl.data.prompts import with_prompt_ids
 from fastrl.rewards.calls import EventLoop
@@ -138,6 +139,7 @@ class RolloutFunction:
         stops: token sequences at which responses end, too.
         reserved: names of what reward functions get by keyword, which no column may have.
         temperature: the temperature of the log-probs that the function may return.
+        policy_support: see :func:`fastrl.collect.rollout_func.rolled_out`.
     """
 
     function: Callable[[list[Any], Any], dict[str, Any]]
@@ -149,6 +151,7 @@ class RolloutFunction:
     stops: Sequence[Sequence[int]]
     reserved: Sequence[str]
     temperature: float
+    policy_support: str = FULL
 
     keeps_prompts = False
 
@@ -157,7 +160,8 @@ class RolloutFunction:
         for i, prompt in enumerate(contents):
             check_prompt(prompt, f"prompt {i}")
         result = self.function(copy.deepcopy(contents), self.trainer)
-        answer = rolled_out(result, len(contents), self.model, self.reserved)
+        options = self.model, self.reserved, self.policy_support
+        answer = rolled_out(result, len(contents), *options)
         texts = as_texts(self.decode, contents, answer.prompt_ids, answer.sequences)
         prompts = with_prompt_ids(asked.prompts, answer.prompt_ids, self.tokenizer)
         prompts = replace(prompts, columns={**prompts.columns, **answer.columns})

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.collect.sampling_masks import NAME as SAMPLING_MASK
+from fastrl.collect.sampling_masks import supports_of
+from fastrl.config import FULL, SAMPLED
 from fastrl.data.columns import REWARD_ARGUMENTS
 from fastrl.data.vocabulary import embedding_rows
 from fastrl.models.layout import layout_of
@@ -19,7 +22,11 @@ _ROUNDING = 0.01  # by which engines' log-probs may lie above 0
 
 
 def rolled_out(
-    output: dict[str, Any], count: int, model: Any, reserved: Sequence[str] = REWARD_ARGUMENTS
+    output: dict[str, Any],
+    count: int,
+    model: Any,
+    reserved: Sequence[str] = REWARD_ARGUMENTS,
+    policy_support: str = FULL,
 ) -> Samples:
     """Checks what a ``rollout_func`` returned, and makes samples of it; their columns are what it
     returned for reward functions.
@@ -28,18 +35,23 @@ def rolled_out(
         count: the number of prompts.
         model: the model that is trained on the responses.
         reserved: names of what reward functions get by keyword.
+        policy_support: with "sampled" a key ``sampling_mask`` has the sets that tokens were drawn
+            from, see :func:`fastrl.collect.sampling_masks.supports_of`.
 
     Raises:
         ValueError: a key is missing, or is the name of what reward functions get; a list has
             another length than the prompts or responses; token ids that the model does not know,
-            or more than its context; masks of other numbers than 0 and 1; log-probs above 0.
+            or more than its context; masks of other numbers than 0 and 1; log-probs above 0; sets
+            that do not fit.
     """
     output = dict(output)
-    missing = sorted({*_OF_ROLLOUTS} - output.keys())
+    needed = {*_OF_ROLLOUTS, *([SAMPLING_MASK] if policy_support == SAMPLED else [])}
+    missing = sorted(needed - output.keys())
     if missing:
         raise ValueError(f"rollout_func must return keys {missing} in its output dict")
     prompt_ids, completion_ids, logprobs = (output.pop(name) for name in _OF_ROLLOUTS)
     masks = output.pop("env_mask", None)
+    drawn_from = output.pop(SAMPLING_MASK) if policy_support == SAMPLED else None
     lists = {k: x for k, x in output.items() if isinstance(x, list)}
     for name, values in {
         "prompt_ids": prompt_ids,
@@ -78,6 +90,10 @@ def rolled_out(
                     "policy wrote, 0 one of an environment"
                 )
         written = [mask.bool() for mask in tensors]
+    supports = None
+    if drawn_from is not None:
+        vocabulary = model.config.get_text_config().vocab_size
+        supports = supports_of(drawn_from, responses, written, vocabulary)
     if logprobs is not None:
         logprobs = [x.float() for x in _tensors("logprobs", map(_with_nan, logprobs))]
         _check_lengths("logprobs", logprobs, lengths)
@@ -95,7 +111,14 @@ def rolled_out(
                 "keyword, and would replace it: return it by another name"
             )
     columns = {k: x if isinstance(x, list) else [x] * count for k, x in output.items()}
-    return Samples(responses, prompt_ids=prompts, masks=written, logprobs=logprobs, columns=columns)
+    return Samples(
+        responses,
+        prompt_ids=prompts,
+        masks=written,
+        logprobs=logprobs,
+        supports=supports,
+        columns=columns,
+    )
 
 
 def _token_ids(name: str, rows: Iterable[Any], vocabulary: int) -> list[Tensor]:

@@ -25,6 +25,7 @@ from fastrl.data.prompt_ids import ids_of_prompts
 from fastrl.data.tool_calls import ToolChat
 from fastrl.rewards.calls import EventLoop, await_within
 from fastrl.samples import Samples, ToolCalls
+from fastrl_kernels import TokenSets
 
 NEED_CHATS = (
     "need prompts that are lists of messages, as the chat template tells the policy of them"
@@ -150,6 +151,7 @@ class _Conversation:
     ids: list[int] = field(default_factory=list)  # with the tools' results
     mask: list[bool] = field(default_factory=list)  # which of ids the policy wrote
     logprobs: list[Tensor] = field(default_factory=list)  # of ids, 0 for the tools' results
+    supports: list[TokenSets] = field(default_factory=list)  # of ids, whole for the tools' results
     messages: list[dict[str, Any]] = field(default_factory=list)
     readable: bool = True  # whether the latest turn could be parsed
     finish_reason: str = ""  # why the latest turn ended
@@ -170,6 +172,12 @@ class _Conversation:
         self.mask += [by_policy] * len(ids)
         if logprobs is not None:
             self.logprobs.append(logprobs)
+
+    def add_supports(self, sets: TokenSets) -> None:
+        """Adds the sets of the turn that was added last, and of the results before it."""
+        known = sum(map(len, self.supports))
+        results = TokenSets.whole(len(self.ids) - known - len(sets), sets.vocabulary)
+        self.supports += [results, sets]
 
 
 class ToolLoop:
@@ -252,6 +260,7 @@ class ToolLoop:
             completions=[talk.messages for talk in talks],
             masks=[torch.tensor(talk.mask, dtype=torch.bool) for talk in talks],
             logprobs=[torch.cat(talk.logprobs) for talk in talks] if has_logprobs else None,
+            supports=_supports(talks),
             temperature=self.temperature,
             finish_reasons=[talk.finish_reason for talk in talks],
             tool_calls=[
@@ -288,6 +297,8 @@ class ToolLoop:
             talk.messages.append(message)
             talk.finish_reason = output.finish_reasons[i]
             talk.add(ids, True, None if logprobs is None else logprobs[i].float().cpu())
+            if output.supports is not None:
+                talk.add_supports(output.supports[i])
         return logprobs is not None
 
     def _run(self, talks: Sequence[_Conversation]) -> list[list[dict[str, Any]]]:
@@ -306,6 +317,19 @@ class ToolLoop:
                     talk.failed, result = talk.failed + 1, {"error": str(result)}
                 messages[-1].append({"role": "tool", "name": name, "content": _text(name, result)})
         return messages
+
+
+def _supports(talks: Sequence[_Conversation]) -> list[TokenSets] | None:
+    """The sets that the responses' tokens were drawn from; None where they are not known."""
+    if not all(talk.supports for talk in talks):
+        return None
+    whole = [
+        TokenSets.whole(len(talk.ids) - sum(map(len, talk.supports)), talk.supports[0].vocabulary)
+        for talk in talks
+    ]
+    return [
+        TokenSets.joined([*talk.supports, last]) for talk, last in zip(talks, whole, strict=True)
+    ]
 
 
 def _call(box: Toolbox, call: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from fastrl.data.grouping import passes_that_fit
 from fastrl.models.host_memory import to_device
 from fastrl.models.routing import Routing
 from fastrl.models.scoring import PassLimit
+from fastrl_kernels import TokenSets
 
 if TYPE_CHECKING:
     from typing import Self
@@ -121,6 +122,8 @@ class TokenBatch:
     teachers: Sequence[int] | None = field(default=None, metadata=LIST)
     # Ids and log-probs [n, K] at each sample's tokens that count, by teachers that are functions.
     likely: Sequence[tuple[Tensor, Tensor]] | None = field(default=None, metadata=LIST)
+    # The n sets that each sample's tokens that count were drawn from; None: the whole vocabulary.
+    supports: Sequence[TokenSets] | None = field(default=None, metadata=LIST)
 
     @classmethod
     def from_padded(
@@ -255,6 +258,14 @@ class TokenBatch:
         flat = self.response_mask.nonzero()
         rows = flat[:, 0] * self.input_ids.shape[1] + flat[:, 1]
         return to_device(rows, self.input_ids.device)
+
+    def support(self) -> TokenSets | None:
+        """The sets that the tokens that count were drawn from, [N] on the batch's device; None
+        where all are the whole vocabulary."""
+        if self.supports is None:
+            return None
+        sets = TokenSets.joined(self.supports)
+        return sets.to(self.input_ids.device) if sets.cuts(slice(0, len(sets))) else None
 
     def rows_of(self, samples: Iterable[int]) -> Tensor:
         """Returns the ``rows()`` that predict tokens of these samples, one after the other."""

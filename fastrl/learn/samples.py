@@ -14,6 +14,7 @@ from fastrl.learn.aggregate import Aggregate
 from fastrl.learn.experience import Experience
 from fastrl.models.host_memory import to_device
 from fastrl.samples import Samples
+from fastrl_kernels import TokenSets
 
 
 def learned_counts(samples: Samples) -> list[int]:
@@ -43,7 +44,22 @@ def token_batch(samples: Samples, pad_token: int, padding: Padding | None = None
         list(map(len, samples.sequences)),
         samples.learned,
     )
-    return replace(batch, padding=padding or Padded(), experts=samples.experts)
+    return replace(
+        batch,
+        padding=padding or Padded(),
+        experts=samples.experts,
+        supports=learned_supports(samples.supports, samples.learned),
+    )
+
+
+def learned_supports(
+    supports: Sequence[TokenSets] | None, learned: Sequence[Tensor]
+) -> list[TokenSets] | None:
+    """The sets that the tokens that are learned were drawn from."""
+    if supports is None:
+        return None
+    each = zip(supports, learned, strict=True)
+    return [sets.select(mask.nonzero()[:, 0]) for sets, mask in each]
 
 
 def teacher_batch(samples: Samples, pad_token: int) -> TokenBatch | None:
@@ -53,7 +69,8 @@ def teacher_batch(samples: Samples, pad_token: int) -> TokenBatch | None:
     if all(x is None for x in columns):
         return None
     prompts = samples.teacher_prompt_ids or samples.prompt_ids
-    batch = token_batch(replace(samples, prompt_ids=prompts, experts=None), pad_token)
+    as_read = replace(samples, prompt_ids=prompts, experts=None, supports=None)
+    batch = token_batch(as_read, pad_token)
     likely = None
     if samples.likely_ids is not None and samples.likely_logprobs is not None:
         pairs = zip(samples.likely_ids, samples.likely_logprobs, samples.learned, strict=True)

@@ -36,6 +36,8 @@ class Scorer:
 
     Args:
         critic: gives the values, in the same passes; None: the policy's value head, if any, does.
+        reference_support: "sampled": the reference's log-probs are over the sets that the policy's
+            are over; "full": over the whole vocabulary.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Scorer:
         temperature: float = 1.0,
         processes: Processes | None = None,
         critic: nn.Module | None = None,
+        reference_support: str = "sampled",
     ):
         self.policy = policy
         self.reference = reference
@@ -57,6 +60,7 @@ class Scorer:
         self.temperature = temperature
         self.processes = processes or OneProcess()
         self.critic = critic
+        self.reference_support = reference_support
         self.slices = MicroBatches("scoring", "lower mini_batch_size")
         self.positions = PositionCount()
 
@@ -102,7 +106,10 @@ class Scorer:
             scored["logprobs"] = policy.logprobs
             if values:
                 scored["values"] = policy.values
-        reference = self.reference.score(model_pass.inputs, request._replace(values=False))
+        of_reference = request._replace(values=False)
+        if self.reference_support == "full":
+            of_reference = of_reference._replace(support=None)
+        reference = self.reference.score(model_pass.inputs, of_reference)
         scored["ref_logprobs"] = reference.logprobs
         if request.logits:
             assert reference.logits is not None
@@ -213,7 +220,8 @@ def shares_of(batch: TokenBatch, samples: Sequence[int], processes: Processes) -
 def scoring_request(batch: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:
     """Requests scores of the batch's response tokens, each predicted by the position before it."""
     labels = batch.input_ids.flatten()[batch.rows() + 1]
-    return ScoringRequest(rows=model_pass.rows, labels=labels, **options)
+    fields = {"support": batch.support(), **options}
+    return ScoringRequest(rows=model_pass.rows, labels=labels, **fields)
 
 
 def response_scores(

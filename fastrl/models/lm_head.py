@@ -100,6 +100,7 @@ class FusedHead:
                         torch.ones_like(labels, dtype=torch.bool),
                         temperature=request.temperature,
                         entropy=request.entropy,
+                        support=request.support,
                         **objective.linear_options,
                         **options,
                     )
@@ -180,6 +181,7 @@ def _token_scores(
         temperature=request.temperature,
         entropy=request.entropy,
         extras=request.extras,
+        support=request.support,
         **options,
     )
     logprobs, *others = scored if isinstance(scored, tuple) else (scored,)

@@ -93,6 +93,8 @@ class ScoringRequest(NamedTuple):
     teachers: tuple[TeacherTerm, ...] = ()
     only_teachers: bool = False
     as_teacher: bool = False  # only what a teacher is to others is wanted
+    # What log-probs, entropies, losses and logits are over, N sets; None: the whole vocabulary.
+    support: fastrl_kernels.TokenSets | None = None
 
 
 class TokenScores(NamedTuple):
@@ -129,6 +131,8 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
             "without an adapter or quantisation, whose logits the model changes by a scale or a "
             "soft cap alone"
         )
+    if request.support is not None:
+        logits = logits.masked_fill(~request.support.mask(), -torch.inf)
     scored: Any = fastrl_kernels.token_logprobs(
         logits, request.labels, temperature=request.temperature, entropy=request.entropy
     )

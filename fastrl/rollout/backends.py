@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import GenerationMixin
 
+from fastrl.config import FULL, SAMPLED
 from fastrl.models.sharding import wrapped_by_fsdp
 from fastrl.models.utils import base_of
 from fastrl.rollout.choose_engine import choose_engine
@@ -98,6 +99,8 @@ class EngineBackend(RolloutBackend):
     Args:
         config: has ``rollout_slots``, ``rollout_kv_cache_gib`` and ``rollout_sleep``.
         keep_experts: results have a mixture's choices of experts, too, or a call raises ValueError.
+        policy_support: see :class:`SamplingParams`; with "sampled" the policy's results have the
+            sets, or a call raises ValueError.
     """
 
     def __init__(
@@ -107,7 +110,9 @@ class EngineBackend(RolloutBackend):
         autocast: Callable[[], AbstractContextManager],
         process: int = 0,
         keep_experts: bool = False,
+        policy_support: str = FULL,
     ):
+        self.policy_support = policy_support
         gib = config.rollout_kv_cache_gib
         self.options: dict[str, Any] = {
             "autocast": autocast,
@@ -128,6 +133,7 @@ class EngineBackend(RolloutBackend):
             return self.fallback(model, request)
         engine = self._engine(model, request.reference)
         if not isinstance(engine, RolloutEngine):
+            self._check_kept("it cannot run the model")
             return self.fallback(model, request)
         params = sampling_params(request.generation_kwargs, model)
         if isinstance(params, str):
@@ -138,6 +144,8 @@ class EngineBackend(RolloutBackend):
             params = replace(params, max_new_tokens=list(request.limits))
         # A prompt's samples share its prefill.
         params = replace(params, n=request.samples, seed=request.seed)
+        if not request.reference:
+            params = replace(params, policy_support=self.policy_support)
         if not request.reference:
             engine.expect(self._expected)
         return engine.generate(request.prompts, params, request.sample_ids)
@@ -175,12 +183,18 @@ class EngineBackend(RolloutBackend):
         return self._engines[key]
 
     def _check_kept(self, cause: str) -> None:
-        """Raises ValueError where experts are to be kept and ``model.generate`` runs the model."""
-        if self.options["keep_experts"]:
+        """Raises ValueError where experts or sets are to be kept and ``model.generate`` runs the
+        model."""
+        kept = {"replay_routing": self.options["keep_experts"], _SAMPLED: self._keeps_supports}
+        for name in (name for name, is_kept in kept.items() if is_kept):
             raise ValueError(
-                f"replay_routing needs the rollout engine, which does not run here, as {cause}: "
-                "leave one of the two out"
+                f"{name} needs the rollout engine, which does not run here, as {cause}: leave one "
+                "of the two out"
             )
+
+    @property
+    def _keeps_supports(self) -> bool:
+        return self.policy_support == SAMPLED
 
     def _warn(self, argument: str, by_the_user: bool) -> None:
         if argument not in self._warned:
@@ -193,6 +207,7 @@ class EngineBackend(RolloutBackend):
             )
 
 
+_SAMPLED = "policy_support='sampled'"
 _INSTEAD = {  # what the engine has in place of an argument, for the warning
     "stop_strings": "; it knows stop=[[13, 198], ...], the token ids that end a response, such as "
     "[tokenizer.encode(text, add_special_tokens=False)]"
@@ -216,16 +231,18 @@ def make_backend(
     autocast: Callable[[], AbstractContextManager],
     process: int = 0,
     keep_experts: bool = False,
+    policy_support: str = FULL,
 ) -> RolloutBackend:
     """The backend that a configuration's ``rollout_backend`` names.
 
     Raises:
-        ValueError: ``keep_experts`` without the rollout engine.
+        ValueError: what is to be kept needs the rollout engine, which is not named.
     """
     if config.rollout_backend == "engine":
-        return EngineBackend(config, tokenizer, autocast, process, keep_experts)
-    if keep_experts:
-        raise ValueError(
-            "replay_routing needs rollout_backend='engine': set that, or leave replay_routing out"
-        )
+        return EngineBackend(config, tokenizer, autocast, process, keep_experts, policy_support)
+    for name, kept in (("replay_routing", keep_experts), (_SAMPLED, policy_support == SAMPLED)):
+        if kept:
+            raise ValueError(
+                f"{name} needs rollout_backend='engine': set that, or leave {name} out"
+            )
     return GenerateBackend(tokenizer, autocast, process)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl.config import SAMPLED
 from fastrl.models.host_memory import to_device
 from fastrl.rollout.attention import DecodeAttention, choose_decode_kernel
 from fastrl.rollout.kv_cache import KVCache, Slots, SlotState
@@ -29,6 +30,7 @@ class LogitsProcessors(NamedTuple):
     min_p: float
     min_new_tokens: int
     repetition_penalty: float
+    over_support: bool  # whether log-probs are over the sets that tokens are drawn from
     barred: Tensor | None  # [n] ids not to draw: suppressed ones, and ends before min_new_tokens
     always: Tensor | None  # [n] bool, which of the barred ids are suppressed throughout
     ends: Tensor  # [n] ids of tokens that end a response
@@ -55,6 +57,7 @@ class LogitsProcessors(NamedTuple):
             min_p=float(params.min_p),
             min_new_tokens=params.min_new_tokens,
             repetition_penalty=float(params.repetition_penalty),
+            over_support=params.policy_support == SAMPLED and bool(params.changes_of_the_draw()),
             barred=barred,
             always=always,
             ends=ends,
@@ -63,15 +66,15 @@ class LogitsProcessors(NamedTuple):
 
     def numbers(self) -> tuple[float, ...]:
         """The fields that are numbers, in their order."""
-        return self[:6]
+        return self[:7]
 
     def as_numbers(self) -> tuple:
         """All values of processors on the host as a tuple, which is equal for equal processors."""
-        lists = [None if x is None else str(x.tolist()) for x in self[6:]]  # type: ignore[attr-defined]
+        lists = [None if x is None else str(x.tolist()) for x in self[7:]]  # type: ignore[attr-defined]
         return *self.numbers(), *lists
 
     def to(self, device: torch.device) -> LogitsProcessors:
-        moved = (None if x is None else to_device(x, device) for x in self[6:])  # type: ignore[arg-type]
+        moved = (None if x is None else to_device(x, device) for x in self[7:])  # type: ignore[arg-type]
         return LogitsProcessors(*self.numbers(), *moved)  # type: ignore[arg-type]
 
     def are_plain(self) -> bool:
@@ -108,6 +111,14 @@ class LogitsProcessors(NamedTuple):
         return same.all(-1).any(-1)
 
 
+class StepDraw(NamedTuple):
+    """What a decode step draws."""
+
+    sampled: fastrl_kernels.SampledTokens
+    values: Tensor | None  # [b] of the tokens that the step runs, with a value head
+    support: Tensor | None = None  # [b, ⌈V/32⌉] what tokens were drawn from, where it is recorded
+
+
 class DrawFromLogits:
     """Draws after logits processors, from all logits."""
 
@@ -116,26 +127,23 @@ class DrawFromLogits:
 
     def __call__(
         self, state: SlotState, seen: Tensor | None, attention: DecodeAttention, keys: Tensor
-    ) -> tuple[fastrl_kernels.SampledTokens, Tensor | None]:
-        """Draws the slots' next tokens; returns them and, with a value head, the values [b] of the
-        tokens that the step runs."""
+    ) -> StepDraw:
+        """Draws the slots' next tokens."""
         processors = self.processors
         logits, values = self.model_runner.decode(state.token, state.position, attention)
         drawn_from = logits if seen is None else processors.penalised(logits, seen)
         barred = processors.bar_(drawn_from, state.num_generated)
-        draw = fastrl_kernels.sample_tokens(
-            drawn_from,
-            keys,
-            temperature=processors.temperature,
-            top_k=processors.top_k,
-            top_p=processors.top_p,
-            min_p=processors.min_p,
-        )
+        cuts = processors._asdict()
+        cuts = {name: cuts[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        if processors.over_support:
+            draw, support = fastrl_kernels.sample_with_support(drawn_from, keys, **cuts)
+            return StepDraw(draw, values, support)
+        draw = fastrl_kernels.sample_tokens(drawn_from, keys, **cuts)
         if seen is not None:
             draw = _of_the_model(draw, logits, processors.temperature)
         elif barred is not None:
             draw = _with_barred(draw, logits, barred, processors.temperature)
-        return draw, values
+        return StepDraw(draw, values)
 
 
 class DrawFromHead:
@@ -152,10 +160,10 @@ class DrawFromHead:
 
     def __call__(
         self, state: SlotState, _seen: Tensor | None, attention: DecodeAttention, keys: Tensor
-    ) -> tuple[fastrl_kernels.SampledTokens, Tensor | None]:
+    ) -> StepDraw:
         runner = self.model_runner
         hidden, values = runner.decode_hidden(state.token, state.position, attention)
-        return runner.fused_draw.draw(hidden, keys, self.temperature), values
+        return StepDraw(runner.fused_draw.draw(hidden, keys, self.temperature), values)
 
 
 class DecodeStep:
@@ -185,7 +193,10 @@ class DecodeStep:
         attention = DecodeAttention(self.attention_kernel, self.kv_cache, state.position, span)
         keys = token_keys(state.sample, state.num_generated, self.backend)
         drawer = self.from_head if self.from_head.takes(bucket) else self.from_logits
-        draw, values = drawer(state, seen, attention, keys)
+        draw, values, support = drawer(state, seen, attention, keys)
+        if slots.support is not None and support is not None:
+            place = state.num_generated % slots.support.shape[1]
+            slots.support[torch.arange(bucket, device=place.device), place] = support
 
         goes_on = None if tail is None else (state.reason == RUNNING) & (draw.tokens >= 0)
         advance(slots.buffers(state), draw, processors.ends, values, self.backend)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl.config import SAMPLED
 from fastrl.data.grouping import passes_by_size
 from fastrl.data.prompt_ids import Prompt
 from fastrl.models.host_memory import to_device
@@ -23,9 +24,22 @@ from fastrl.rollout.cuda_graphs import KINDS, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
 from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, PromptCopy, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
-from fastrl.rollout.sampling_params import RolloutRequest, SamplingParams, draw_seed, end_tokens
-from fastrl.rollout.scheduler import PASS_STEPS, Results, RolloutSample, Scheduler, make_finish_poll
+from fastrl.rollout.sampling_params import (
+    RolloutRequest,
+    SamplingParams,
+    draw_seed,
+    end_tokens,
+)
+from fastrl.rollout.scheduler import (
+    PASS_STEPS,
+    POLL_STEPS,
+    Results,
+    RolloutSample,
+    Scheduler,
+    make_finish_poll,
+)
 from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
+from fastrl.rollout.supports import SupportLog, whole_supports
 from fastrl.samples import Room, Samples
 from fastrl.timing import start_clock
 from fastrl_kernels.rng import sample_states
@@ -154,7 +168,8 @@ class RolloutEngine:
         scheduler, device = self._scheduler(samples, kv_cache), self.model_runner.device
         poll = make_finish_poll(slots, scheduler)
         results = Results(len(samples), max(request.limits), device)
-        routes = bool(kv_cache.experts)
+        routes, over_support = bool(kv_cache.experts), params.policy_support == SAMPLED
+        supports = SupportLog(self.vocabulary)
         chosen: dict[int, Tensor] = {}  # experts, by the sample's index
         with self.model_runner.opened():
             step = DecodeStep(
@@ -174,6 +189,9 @@ class RolloutEngine:
                         slots.move(moves)
                     steps = scheduler.steps(poll.due)
                     self._runner.run(step, scheduler.bucket, scheduler.span(steps), steps)
+                    if step.processors.over_support:
+                        ran = enumerate(scheduler.samples)
+                        supports.take(slots, {i: x.index for i, x in ran if x is not None}, steps)
                     ended = sorted({*scheduler.advance(steps), *poll.after(steps)})
                     if ended:
                         released = scheduler.release(ended)
@@ -182,6 +200,10 @@ class RolloutEngine:
                         slots.empty(ended)
             output = results.output(values=self.model_runner.v_head is not None)
             per_sample = request.repeated(params.n)
+            if step.processors.over_support:
+                output.supports = supports.of_samples(output.sequences)
+            elif over_support:
+                output.supports = whole_supports(output.sequences, supports.vocabulary)
             if routes:
                 output.experts = _of_responses(chosen, per_sample.prompts, output.sequences)
             output.seed, output.room = seed, self.room()
@@ -198,6 +220,11 @@ class RolloutEngine:
         """Frees keys, values and captured steps, and what :meth:`reserve` reserved."""
         self._free()
         self._reserved = Room()
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of the model's logits."""
+        return self.model.config.get_text_config().vocab_size
 
     def room(self) -> Room:
         """The room that the next ``generate`` finds: the KV cache's, or else the reserved one."""
@@ -280,8 +307,7 @@ class RolloutEngine:
     def _begin_call(self, params: SamplingParams, ends: Tensor, slots: Slots) -> LogitsProcessors:
         """Prepares the slots for a call and returns its logits processors: those of an earlier call
         where they are equal, since captured steps contain the addresses of their tensors."""
-        vocabulary = self.model.config.get_text_config().vocab_size
-        on_host = LogitsProcessors.of(params, ends, vocabulary)
+        on_host = LogitsProcessors.of(params, ends, self.vocabulary)
         settings = on_host.as_numbers()
         earlier = self._processors.pop(settings, None)
         processors = on_host.to(self.model_runner.device) if earlier is None else earlier
@@ -289,8 +315,9 @@ class RolloutEngine:
         if len(self._processors) > KINDS:
             del self._processors[next(iter(self._processors))]
         slots.begin(
-            vocabulary=vocabulary if processors.repetition_penalty != 1 else None,
+            vocabulary=self.vocabulary if processors.repetition_penalty != 1 else None,
             tail=None if processors.stops is None else processors.stops.shape[1],
+            support=(POLL_STEPS, -(-self.vocabulary // 32)) if processors.over_support else None,
         )
         return processors
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +105,9 @@ _NEW_TOKENS = 32
 # Arguments that change what tokens are drawn from, with the values that do not; None does
 # not, either. Greedy decoding ignores the truncations.
 _TRUNCATIONS: dict[str, Any] = {**TRUNCATIONS, **_UNSUPPORTED_SAMPLING}
+# Those that leave out tokens, and change nothing else: with policy_support="sampled" log-probs are
+# over what is left.
+CUTS = {*TRUNCATIONS, "min_new_tokens", "min_length", "suppress_tokens", "bad_words_ids"}
 _CHANGES: dict[str, Any] = {**PROCESSORS, "bad_words_ids": [], **_UNSUPPORTED_CHANGES}
 
 
@@ -218,6 +221,27 @@ def changes_of_the_draw(
         if changed and (effective.sampled or origin):
             changes.append(Change(name, value, off, origin))
     return changes
+
+
+def warning_of(changes: Sequence[Change], temperature: float) -> str:
+    """Says that log-probs are not those of what tokens are drawn from, and what to do."""
+    remedy = ", ".join(f"{change.name}={change.neutral!r}" for change in changes)
+    if any(change.name == "temperature" for change in changes):
+        remedy += " (or set PPOConfig.temperature)"
+    if all(change.name in CUTS for change in changes):
+        remedy += " (or set policy_support='sampled')"
+    return (
+        f"{', '.join(map(_shown, changes))} changes what tokens are drawn from. Log-probs, and "
+        "with them the ratio, the clip range and the KL, are those of softmax(logits / "
+        f"{temperature:g}) without that, and only approximate for such responses: pass {remedy} "
+        "for those that are learned from"
+    )
+
+
+def _shown(change: Change) -> str:
+    value = repr(change.value)
+    value = value if len(value) <= 40 else value[:39] + "…"
+    return f"{change.name}={value}" + (f" ({change.origin})" if change.origin else "")
 
 
 def is_sampled(generation_kwargs: Mapping[str, Any], model: Any) -> bool:

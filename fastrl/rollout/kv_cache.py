@@ -229,12 +229,14 @@ class Slots:
         self.per_token = torch.zeros(len(FIELDS), slots, length + 1, device=device)
         self.seen: Tensor | None = None  # [S, V] bool, tokens that occurred
         self.tail: Tensor | None = None  # [S, W] the last tokens, newest last; -1 before the first
+        # [S, R, ⌈V/32⌉] the sets, as bits, that token n was drawn from, at n % R: a ring.
+        self.support: Tensor | None = None
         # Buffers of earlier calls by dtype and columns: captured steps contain their addresses.
         self._of_calls: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def tensors(self) -> list[Tensor]:
         """All buffers that a decode step of the call may write."""
-        all_ = (*self.state, self.tokens, self.per_token, self.seen, self.tail)
+        all_ = (*self.state, self.tokens, self.per_token, self.seen, self.tail, self.support)
         return [x for x in all_ if x is not None]
 
     def buffers(self, state: SlotState) -> SlotBuffers:
@@ -242,15 +244,20 @@ class Slots:
         columns = state.token, state.position, state.num_generated, state.limit, state.reason
         return SlotBuffers(*columns, self.tokens, self.per_token)
 
-    def begin(self, vocabulary: int | None, tail: int | None) -> None:
+    def begin(
+        self, vocabulary: int | None, tail: int | None, support: tuple[int, int] | None = None
+    ) -> None:
         """Prepares a new call.
 
         Args:
             vocabulary: V where a repetition penalty needs the tokens that have occurred.
             tail: W where stop sequences need the last tokens.
+            support: R and ⌈V/32⌉ where sets that tokens are drawn from are recorded.
         """
         self.seen = self._of_call(vocabulary, torch.bool)
         self.tail = self._of_call(tail, torch.long)
+        ring = None if support is None else self._of_call(math.prod(support), torch.int32)
+        self.support = None if ring is None or support is None else ring.view(-1, *support)
         for x in self.state:
             x.zero_()
         self.state.reason.fill_(IDLE)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.config import FULL, SAMPLED, SUPPORTS
 from fastrl.data.prompt_ids import Prompt, check_prompts, token_ids
 from fastrl.models.layout import EncoderDecoder, layout_of
 from fastrl.settings import check_types
@@ -38,6 +39,9 @@ class SamplingParams:
         eos_token_ids: tokens that end a response, besides the tokenizer's EOS, which always does;
             None: those of the model's generation_config.
         stop: token sequences that end a response, which keeps them.
+        policy_support: "full": log-probs and entropies are over the whole vocabulary. "sampled":
+            they are over the set that a token was drawn from, what truncations, suppress_tokens and
+            min_new_tokens leave of the vocabulary, and samples have these sets, too.
 
     Raises:
         ValueError: a value out of range.
@@ -56,6 +60,7 @@ class SamplingParams:
     suppress_tokens: Sequence[int] = ()
     eos_token_ids: Sequence[int] | None = None
     stop: Sequence[Sequence[int]] = ()
+    policy_support: str = FULL
 
     def __post_init__(self) -> None:
         check_types(self, SamplingParams)
@@ -86,6 +91,15 @@ class SamplingParams:
             _check_ids("eos_token_ids", ids, least=-1)
             object.__setattr__(self, "eos_token_ids", ids)
         check_stop(self.stop)
+        if self.policy_support not in SUPPORTS:
+            raise ValueError(
+                f"policy_support must be one of {', '.join(SUPPORTS)}, got {self.policy_support!r}"
+            )
+        if self.policy_support == SAMPLED and self.repetition_penalty != 1:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty} changes the odds of tokens, which "
+                "policy_support='sampled' has no part in: leave one of the two out"
+            )
 
     @property
     def _per_prompt(self) -> bool:

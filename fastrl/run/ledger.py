@@ -74,6 +74,14 @@ def teacher_fields() -> dict[str, pa.DataType]:
     }
 
 
+@functools.cache
+def support_fields() -> dict[str, pa.DataType]:
+    """The column that the ledger of a run over the sets that tokens were drawn from has, too."""
+    import pyarrow as pa
+
+    return {"support": pa.string()}  # a hash of the sample's sets
+
+
 class Lists(NamedTuple):
     """A column of lists of numbers, one after the other."""
 
@@ -125,8 +133,8 @@ class Ledger:
 
         Args:
             columns: the columns of :func:`fields` other than the first two, those of reward
-                functions, and :func:`teacher_fields`; columns that are left out are null, or not
-                there where they are not in every ledger.
+                functions, :func:`teacher_fields` and :func:`support_fields`; columns that are left
+                out are null, or not there where they are not in every ledger.
 
         Raises:
             ValueError: the ledger has this step, or a later one.
@@ -342,7 +350,9 @@ def _type_of(name: str) -> pa.DataType:
     """The type of a column of that name; raises KeyError for another name."""
     import pyarrow as pa
 
-    return pa.float32() if name.startswith(PER_FUNCTION) else {**fields(), **teacher_fields()}[name]
+    if name.startswith(PER_FUNCTION):
+        return pa.float32()
+    return {**fields(), **teacher_fields(), **support_fields()}[name]
 
 
 def _no_rows(names: Iterable[str] | None) -> pa.Table:

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForSequenceClassification, PrinterCallback, ProgressCallback
 
-from fastrl.config import PPOConfig, json_object, parse_json
+from fastrl.config import FULL, SAMPLED, PPOConfig, json_object, parse_json
 from fastrl.learn.ref_model import OwnAdapterRefModel
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
 from fastrl.models.model_files import is_adapter
 from fastrl.rollout import SamplingParams
 from fastrl.rollout.backends import EngineBackend
 from fastrl.rollout.rehearsed_engine import RehearsedEngine
+from fastrl.rollout.scheduler import POLL_STEPS
 from fastrl.rollout.self_check import UnsupportedModel
 from fastrl.trainers.plan.memory import ACTIVATIONS
 from fastrl.trainers.plan.passes import PassSize
@@ -31,6 +32,7 @@ from fastrl.trainers.plan.rehearsal import (
     CHOICES_LEFT_OUT,
     LOADING,
     OPTIMIZER_STEPS,
+    SUPPORTS_LEFT_OUT,
     UPDATE,
     Rehearsal,
     rehearsal,
@@ -56,7 +58,7 @@ _NOT_OF_PPO: dict[str, Any] = {
     **dict.fromkeys(("teacher_model", "teacher_model_init_kwargs")),
     **{"push_to_hub_if_best_kwargs": {}, "optimize_device_cache": False},
     **{"old_logprobs": "recompute", "sampler_correction": "off"},
-    **{"critic_warmup_steps": 0, "replay_routing": False},
+    **{"critic_warmup_steps": 0, "replay_routing": False, "policy_support": FULL},
 }
 # For samples that are not rehearsed: a position's ids, masks, log-probs, advantages and so on.
 _BYTES_PER_POSITION = 60
@@ -305,6 +307,7 @@ def _online(
     per_generation = stage.accumulated if same else args.steps_per_generation
     if args.replay_routing:
         memory.notes.append(CHOICES_LEFT_OUT)
+    _note_supports(stage)
     count = max(stage.size * per_generation // group, 1)
     rows: dict[str, list] = {name: [f"w{i}" for i in range(count)] for name in _ASKED}
     others: dict[str, Any] = {}
@@ -328,6 +331,7 @@ def _online(
         generation_batch_size=None,
         max_completion_length=response,
         replay_routing=False,
+        policy_support=FULL,
         **changed,
     )
     options = {"autocast": trainer.accelerator.autocast, "max_slots": args.rollout_slots}
@@ -408,6 +412,14 @@ def _teachers(trainer: Any) -> dict[str, Any]:
     return {**skeletons, **dict.fromkeys(models.functions, likeliest)}
 
 
+def _note_supports(stage: Stage) -> None:
+    """Notes the bytes of sets that are recorded."""
+    if stage.settings.policy_support == SAMPLED:
+        each = 4 * -(-stage.vocabulary // 32)
+        ring = each * POLL_STEPS * stage.settings.rollout_slots
+        stage.memory.notes.append(SUPPORTS_LEFT_OUT.format(each, ring))
+
+
 def _ppo(
     stage: Stage,
     critic: Skeleton | None = None,
@@ -426,6 +438,7 @@ def _ppo(
     shortened = _shortened(config, *stage.tokens.values())
     if config.replay_routing:
         memory.notes.append(CHOICES_LEFT_OUT)
+    _note_supports(stage)
     base = stage.skeleton.build()
     has_values = config.needs_values and critic is None
     kind = AutoModelForCausalLMWithValueHead if has_values else CausalLMPolicy

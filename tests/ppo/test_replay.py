@@ -115,6 +115,25 @@ def test_all_samples_of_a_run_are_drawn_again(tmp_path, settings, steps):
     list(check(tmp_path, make, [4], begun_at=lambda step: 0))
 
 
+def test_a_run_over_the_sets_of_its_draws_is_replayed_by_drawing_them_again(tmp_path):
+    """A ledger has hashes of sets, by which what is drawn again is known to be the same."""
+    cut = {"max_new_tokens": 6, "top_p": 0.8}
+
+    def make():
+        return make_trainer(policy_support="sampled", ppo_epochs=2)
+
+    train(make(), tmp_path, generation_kwargs=cut)
+    rows = read_ledger(tmp_path / "ledger", ["support"]).to_pylist()
+    assert len({row["support"] for row in rows}) > 10
+    shutil.rmtree(tmp_path / "checkpoints")
+    list(check(tmp_path, make, [4], begun_at=lambda step: 0))
+    with pytest.raises(ValueError, match="drawn again for them, it is not what was recorded"):
+        replay(make(), tmp_path, 4, generation_kwargs={**cut, "top_p": 0.7})
+    found = replay(make(), tmp_path, 1, generation_kwargs={**cut, "top_p": 0.799})
+    lines = [line for sample in found.samples for line in sample.differences()]
+    assert any("sets: what tokens were drawn from" in line for line in lines)
+
+
 def test_samples_of_a_run_that_was_killed_and_resumed_are_drawn_again(tmp_path):
     train(make_trainer(**PPO), tmp_path, steps=3, save_every=2)
     shutil.rmtree(tmp_path / "checkpoints" / "checkpoint-3")  # the last step was not saved

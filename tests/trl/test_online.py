@@ -67,9 +67,12 @@ def make(folder: Path, kind: str = "grpo", rewards: Any = small_tokens, **settin
 
 
 def logprobs(model: Any, of: Samples, i: int) -> Tensor:
-    """Of a response's tokens, from all logits, in the model's dtype."""
+    """Of a response's tokens, from the logits of what they were drawn from, in the model's
+    dtype."""
     ids = torch.cat([of.prompt_ids[i], of.sequences[i]])
     logits = model(ids[None]).logits[0, len(of.prompt_ids[i]) - 1 : -1]
+    if of.supports is not None:
+        logits = logits.masked_fill(~of.supports[i].mask(), -torch.inf)
     return logits.log_softmax(-1).gather(1, of.sequences[i][:, None])[:, 0]
 
 
@@ -192,6 +195,7 @@ def test_metrics_that_nobody_logs_do_not_pile_up(tmp_path: Path) -> None:
     assert [x["metrics"] for x in states.seen] == [MetricMeans().state()] * 2
 
 
+@pytest.mark.filterwarnings("ignore:suppress_tokens=")
 @pytest.mark.parametrize("kind", KINDS)
 def test_responses_that_are_all_cut_teach_nothing(kind: str, tmp_path: Path) -> None:
     settings = {"generation_kwargs": {"suppress_tokens": [tiny.EOS]}}

@@ -82,8 +82,9 @@ STOPS = {"generation_kwargs": {"stop": [[i] for i in range(3, 20)]}}
 @pytest.mark.parametrize("settings", [
     {}, {"dynamic_sampling_rounds": 2}, {"beta": 0.1},
     {"mask_truncated_completions": True, **STOPS},
+    {"policy_support": "sampled", "top_p": 0.8},
     {"dynamic_sampling_rounds": 2, "bf16": True},
-], ids=["plain", "resampled", "kl", "stops", "resampled in bf16"])  # fmt: skip
+], ids=["plain", "resampled", "kl", "stops", "sets", "resampled in bf16"])  # fmt: skip
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_any_generation_is_drawn_again(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     learning(tmp_path, kind, **settings).train()

@@ -340,8 +340,12 @@ TURNS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Path) -> None:
-    trainer = make(tmp_path, **TURNS)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(
+    sampled: bool, tmp_path: Path
+) -> None:
+    cut = {"policy_support": "sampled", "top_k": 40} if sampled else {}
+    trainer = make(tmp_path, **TURNS, **cut)
     always_calls(trainer)
     start, kept = copy.deepcopy(trainer.model), []
     seeds, run, respond = [], trainer._rollouts.backend, trainer._collect.respond
@@ -366,6 +370,10 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
     assert [int(mask.sum()) for mask in of.learned] == [12] * 4
     for i, mask in enumerate(of.learned):
         exact = logprobs(start.double(), of, i).float()
+        if sampled:
+            sizes = of.supports[i].sizes()
+            assert (sizes[mask] == 40).all()
+            assert (sizes[~mask] == of.supports[i].vocabulary).all()
         # Logits of fp32 are off by rounding of a few eps times their size.
         known = found.logprobs[order[i]][mask]
         torch.testing.assert_close(known, exact[mask], rtol=0, atol=1e-4)
@@ -374,6 +382,7 @@ def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Pa
     assert trainer.state.log_history[0]["tools/call_frequency"] == 2
 
 
+@pytest.mark.filterwarnings(r"ignore:suppress_tokens=\[256\] changes")
 @pytest.mark.parametrize("stop", [[[i] for i in range(128)], None])
 def test_an_answer_behind_tools_that_ends_at_a_stop_is_whole(stop: Any, tmp_path: Path) -> None:
     limits = {"max_completion_length": 60, "tools": [echo], "mask_truncated_completions": True}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastrl.config import FULL
 from fastrl.data.choose_padding import Packing, logprobs_of_labels
 from fastrl.data.token_batch import Padded, TokenBatch
 from fastrl.learn.old_logprobs import agrees, audited
@@ -100,7 +101,10 @@ class ResponseScorer:
         self, model: nn.Module, reference: RefModel, samples: Samples, limit: PassLimit
     ) -> list[Tensor]:
         """Log-probs [n] of each response by the reference of the policy ``model``."""
-        of_part = scores_of(reference.score, temperature=self.args.loss_temperature, values=False)
+        fields: dict[str, Any] = {"temperature": self.args.loss_temperature, "values": False}
+        if self.args.reference_support == FULL:
+            fields["support"] = None
+        of_part = scores_of(reference.score, **fields)
         return self._in_passes(model, of_part, samples, limit)
 
     def _by_policy(self, model: nn.Module, samples: Samples, limit: PassLimit) -> list[Tensor]:

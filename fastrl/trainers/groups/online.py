@@ -18,6 +18,7 @@ from fastrl.collect.interaction import Interaction
 from fastrl.collect.ledger import GenerationLedger
 from fastrl.collect.respond import Asked, Respond, RolloutFunction
 from fastrl.collect.tools import check_chats
+from fastrl.config import SAMPLED
 from fastrl.core import set_seed
 from fastrl.data.columns import check_reserved
 from fastrl.data.prompts import PromptStream
@@ -71,6 +72,7 @@ from fastrl.trainers.policy import (
     loaded_causal,
     padding_tokenizer,
 )
+from fastrl.trainers.policy_support import check_draws, check_policy_support
 from fastrl.trainers.prompt_room import PromptRoom, data_by_name
 from fastrl.trainers.reference import model_of, reference_of
 from fastrl.trainers.router_loss import router_loss
@@ -199,6 +201,9 @@ class OnlineTrainer(BaseTrainer, ABC):
             as_given=rollout_func is None and environments is None,
             refused={f"{own}: leave teacher_kl_coef at 0": self.has_own_loss},
         )
+        check_policy_support(args, teachers=self._taught, own_loss=self.has_own_loss)
+        if rollout_func is None and self.needs_rewards:
+            check_draws(args, model, stacklevel=3)
         self.rewards = rewards
         self._further = further_prompts(args, train_dataset)
         self._take_settings(args, rewards)
@@ -299,7 +304,12 @@ class OnlineTrainer(BaseTrainer, ABC):
             self.num_generations, args.dynamic_sampling_rounds, self.processes
         )
         backend = make_backend(
-            args, self._tokenizer, self.accelerator.autocast, self.processes.index, self._replays
+            args,
+            self._tokenizer,
+            self.accelerator.autocast,
+            self.processes.index,
+            self._replays,
+            args.policy_support,
         )
         self._rollouts = GroupRollouts(
             args,
@@ -555,6 +565,11 @@ class OnlineTrainer(BaseTrainer, ABC):
         generated = max(samples.generated, 1.0) / self.processes.count / parts
         padded = self.aux_loss_enabled and not self._routes
         padding = Padded() if padded else self._scorer.padding(model)
+        if self.args.policy_support == SAMPLED and samples.supports is None:
+            raise ValueError(
+                "policy_support='sampled': it is not known what responses were drawn from, as an "
+                "overridden method has lost it: keep the column supports of what is sampled"
+            )
         if self._replays and samples.experts is None:
             raise ValueError(
                 "replay_routing: an overridden method has lost the experts' choices of the "

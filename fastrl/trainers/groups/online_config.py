@@ -87,6 +87,8 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
     rollout_kv_cache_gib: float | None = setting_like(PPOConfig, "rollout_kv_cache_gib")
     rollout_sleep: bool = setting_like(PPOConfig, "rollout_sleep")
     replay_routing: bool = setting_like(PPOConfig, "replay_routing")
+    policy_support: str = setting_like(PPOConfig, "policy_support")
+    reference_support: str = setting_like(PPOConfig, "reference_support")
     rollout_merge_adapter: bool = idle(False, "adapters run beside the weights")
 
     beta: float = setting(

@@ -17,6 +17,7 @@ from fastrl.collect.compare_replay import (
     rounding,
 )
 from fastrl.collect.respond import Asked, Sampled
+from fastrl.config import SAMPLED
 from fastrl.run.ledger import PER_FUNCTION
 from fastrl.samples import Samples
 from fastrl.trainers.groups.online import OnlineTrainer
@@ -65,18 +66,23 @@ class _GenerationWalk(LoopWalk):
     def __call__(self, asked: Asked) -> Samples:
         generation = self.trainer._generations.made["train"] + 1
         rows = self.rows(generation)
+        size = len(rows) // len(asked.keys)
         if generation == self.last:
-            self._draw(rows, len(rows) // len(asked.keys))
+            self._draw(rows, size)
             raise Drawn
-        return self._recorded(asked.prompts, rows)
+        over_sets = self.trainer.args.policy_support == SAMPLED
+        again = self._sampled(rows, size) if over_sets else None
+        return self._recorded(asked.prompts, rows, again)
 
     def resampled(self, samples: Samples, *_: Any) -> tuple[Samples, dict, dict]:
         """The samples, as they are: the ledger has only those that were drawn in the end."""
         return samples, {}, {}
 
-    def _recorded(self, prompts: Samples, rows: Sequence[dict[str, Any]]) -> Samples:
-        """The ledger's rows as the judged samples of ``prompts``."""
-        rollout = recorded_rollout(rows, self.trainer.temperature)
+    def _recorded(
+        self, prompts: Samples, rows: Sequence[dict[str, Any]], again: Samples | None
+    ) -> Samples:
+        """The ledger's rows as the judged samples of ``prompts``, with the sets of ``again``."""
+        rollout = recorded_rollout(rows, self.trainer.temperature, again)
         texts = [row["completion"] for row in rows]
 
         def column(name: str) -> torch.Tensor:
@@ -105,13 +111,18 @@ class _GenerationWalk(LoopWalk):
 
     def _draw(self, rows: list[dict[str, Any]], size: int) -> None:
         """Draws responses again in groups of ``size``, and compares them with those of ``rows``."""
+        trainer = self.trainer
+        dtype = precision_of(trainer.model, trainer.accelerator)
+        self.tolerance = rounding(dtype) if self.is_resampled(rows, size) else 0.0
+        drawn = self._sampled(rows, size)
+        self.samples = compared(rows, drawn, trainer.temperature, self.tolerance)
+
+    def _sampled(self, rows: list[dict[str, Any]], size: int) -> Samples:
+        """The responses of rows in groups of ``size``, drawn again."""
         trainer, respond = self.trainer, self.collector.respond
         room = {"slots": rows[0]["slots"], "length": rows[0]["slot_length"]}
         trainer._rollouts.backend.reserve({"policy": room} if room["slots"] else {})
         assert isinstance(respond, Sampled)
         ids = [torch.tensor(row["prompt_ids"]) for row in rows]
         keys = [row["sample_id"] for row in rows[::size]]
-        dtype = precision_of(trainer.model, trainer.accelerator)
-        self.tolerance = rounding(dtype) if self.is_resampled(rows, size) else 0.0
-        drawn = respond.sample(ids, size, keys, rows[0]["seed"])
-        self.samples = compared(rows, drawn, trainer.temperature, self.tolerance)
+        return respond.sample(ids, size, keys, rows[0]["seed"])

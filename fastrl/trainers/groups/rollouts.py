@@ -98,6 +98,7 @@ class GroupRollouts:
             self.args.generation_arguments.get("stop") or (),
             reserved_of(environments=False),
             self.args.temperature,
+            self.args.policy_support,
         )
 
     def from_data(self, longest: int | None, teachers: Sequence[Any] = ()) -> FromData:

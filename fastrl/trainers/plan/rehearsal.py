@@ -42,6 +42,11 @@ PHASES = (LOADING, ROLLOUT, SCORING, UPDATE, STEP, OTHER)
 OPTIMIZER_STEPS = 2  # of a rehearsal but PPO's: the optimizer's state is there from the second on
 # A note of plans with replay_routing.
 CHOICES_LEFT_OUT = "the experts' choices of rollouts, left out: 2 bytes for each one"
+# A note of plans with policy_support="sampled": bytes per token, and slots of a ring of 8 steps.
+SUPPORTS_LEFT_OUT = (
+    "the sets that tokens are drawn from, left out: at most {} bytes of host memory for each token "
+    "of a generation, mostly 4 for each token in a set, and {} on the device"
+)
 # The phases here, by the names under which trainers time them.
 _TIMED = {"prefill": ROLLOUT, "decode": ROLLOUT, "forward_pass": SCORING, "optimize_step": UPDATE}
 

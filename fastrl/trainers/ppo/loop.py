@@ -264,6 +264,7 @@ class Loop:
                 kwargs.get("stop") or (),
                 REWARD_ARGUMENTS,
                 config.temperature,
+                config.policy_support,
             )
         return interaction.respond(
             Sampled(

@@ -23,6 +23,7 @@ from fastrl.collect.compare_replay import (
     warn_of_other_code,
 )
 from fastrl.collect.ledger import NOT_JSON
+from fastrl.config import SAMPLED
 from fastrl.run.checkpoints import CODE_DIFFERS, Checkpoints, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
@@ -40,6 +41,7 @@ _COLUMNS = (
     *("logprobs", "values", "weights_version", "advantages"),
 )
 _OF_TEACHERS = ("teacher", "teacher_prompt_ids")
+_OF_DRAWS = ("support", "seed", "sample_id", "slots", "slot_length")
 
 
 def replay(
@@ -123,7 +125,7 @@ class _StepWalk(Walk):
             warn_of_another_machine(recorded)
             steps = range(begun_at + 1, last)
             for step in tqdm(steps, desc="updates", unit="step", disable=not progress):
-                self._update(step)
+                self._update(step, kwargs)
             samples = self._drawn(process_count_of(recorded[-1]), kwargs)
         return Replayed(last, begun_at, samples, self.strayed, samples[0].tolerance, self.walked)
 
@@ -156,11 +158,16 @@ class _StepWalk(Walk):
             )
         return 0
 
-    def _update(self, step: int) -> None:
+    def _update(self, step: int, generation_kwargs: dict[str, Any]) -> None:
         """Does a step's update; ``strayed`` says where advantages first differed from the run's."""
         trainer, taught = self.trainer, self.trainer.teaching is not None
-        rows = self.rows(step, (*_COLUMNS, *(_OF_TEACHERS if taught else ())))
-        rollout = recorded_rollout(rows, trainer.config.temperature)
+        over_sets = trainer.config.policy_support == SAMPLED
+        further = (*(_OF_TEACHERS if taught else ()), *(_OF_DRAWS if over_sets else ()))
+        rows, again = self.rows(step, (*_COLUMNS, *further)), None
+        if over_sets:
+            (facts,) = read_facts(self.ledger, step, step)
+            again = self._sampled(rows, process_count_of(facts), generation_kwargs)
+        rollout = recorded_rollout(rows, trainer.config.temperature, again)
         queries = [torch.tensor(row["prompt_ids"]) for row in rows]
         column = "score" if rows[0]["token_scores"] is None else "token_scores"
         scores = [torch.tensor(row[column], dtype=torch.float32) for row in rows]
@@ -180,12 +187,19 @@ class _StepWalk(Walk):
             self.strayed = f"step {step}: {strayed[0]}" if strayed else None
 
     def _drawn(self, processes: int, generation_kwargs: dict[str, Any]) -> list[ReplayedSample]:
-        """Draws the samples of the step, each process's share as it was drawn in the run."""
-        trainer, outputs = self.trainer, []
+        """Draws the samples of the step, and compares them with the recorded ones."""
         rows = read_ledger(self.ledger, None, self.last, self.last).to_pylist()
-        share, size = len(rows) // processes, trainer.config.group_size
-        resampled = self.is_resampled(rows, size)
+        resampled = self.is_resampled(rows, self.trainer.config.group_size)
         tolerance = self.rounding if resampled else self.tolerance
+        drawn = self._sampled(rows, processes, generation_kwargs)
+        return compared(rows, drawn, self.trainer.config.temperature, tolerance)
+
+    def _sampled(
+        self, rows: list[dict[str, Any]], processes: int, generation_kwargs: dict[str, Any]
+    ) -> Samples:
+        """The samples of rows, drawn again, each process's share as it was drawn in the run."""
+        trainer, outputs = self.trainer, []
+        share, size = len(rows) // processes, trainer.config.group_size
         for process in range(processes):
             part = rows[process * share : (process + 1) * share]
             seed, slots = part[0]["seed"], part[0]["slots"]
@@ -196,7 +210,7 @@ class _StepWalk(Walk):
             # GenerateBackend, whose draws have no keys, thus gives each process another seed.
             seed = seed if slots else seed ^ process
             outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))
-        return compared(rows, Samples.joined(outputs), trainer.config.temperature, tolerance)
+        return Samples.joined(outputs)
 
     def _generation_kwargs(self, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
         """``arguments``, else the run's; raises ValueError if some of these were not recorded."""

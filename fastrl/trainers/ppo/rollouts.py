@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from fastrl.config import PPOConfig
+from fastrl.config import FULL, SAMPLED, PPOConfig
 from fastrl.data.batch import on_host
 from fastrl.data.prompt_ids import check_tensors
 from fastrl.learn.old_logprobs import known_of
@@ -26,12 +26,14 @@ from fastrl.models.sharding import whole_weights
 from fastrl.rollout import sampling_params
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.generation_kwargs import (
+    CUTS,
     Change,
     changes_of_the_draw,
     check_names,
     is_sampled,
     policy_kwargs,
     unpacked,
+    warning_of,
 )
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
@@ -69,9 +71,14 @@ class Rollouts:
         self.layout = layout_of(policy)
         self.replays = replays(policy, config.replay_routing)
         self.backend = make_backend(
-            config, tokenizer, accelerator.autocast, processes.index, self.replays
+            config,
+            tokenizer,
+            accelerator.autocast,
+            processes.index,
+            self.replays,
+            config.policy_support,
         )
-        self.arguments = SamplingArguments(policy, config.temperature)
+        self.arguments = SamplingArguments(policy, config.temperature, config.policy_support)
         self.memory = RolloutMemory(policy, optimizer, config.temperature)
         # Hashes of torch's generator as generate() first drew since the last update, and since the
         # update before that; b"": it has not drawn.
@@ -191,6 +198,14 @@ class Rollouts:
         else:
             _check_sequences(rollout, responses)
             known = known_of(rollout, self.memory.policy, self.config.temperature)
+        if self.config.policy_support == FULL:
+            known = known.without("supports")
+        elif known.supports is None:
+            raise ValueError(
+                "policy_support='sampled': it is not known what these responses were drawn from: "
+                "pass the rollout= of an engine that records it (SamplingParams(policy_support="
+                "'sampled')), let this trainer generate with the current weights, or set 'full'"
+            )
         if not self.replays:
             return known.without("experts")
         if known.experts is None:
@@ -274,10 +289,12 @@ class SamplingArguments:
     Args:
         model: the policy, with its generation_config.
         temperature: T.
+        policy_support: "full" or "sampled", see :class:`PPOConfig`.
     """
 
-    def __init__(self, model: Any, temperature: float):
+    def __init__(self, model: Any, temperature: float, policy_support: str = FULL):
         self.model, self.temperature = model, temperature
+        self.policy_support = policy_support
         self._warned: set[str] = set()
 
     def of_the_policy(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,28 +331,13 @@ class SamplingArguments:
         return kwargs
 
     def _warn(self, where: str, changes: Iterable[Change], stacklevel: int = 4) -> None:
-        """Warns of changes, once of each argument."""
-        new = [change for change in changes if change.name not in self._warned]
+        """Warns of changes that log-probs have no part in, once of each argument."""
+        known = {*self._warned, *(CUTS if self.policy_support == SAMPLED else ())}
+        new = [change for change in changes if change.name not in known]
         if not new:
             return
         self._warned |= {change.name for change in new}
-        fields = ", ".join(map(_shown, new))
-        remedy = ", ".join(f"{change.name}={change.neutral!r}" for change in new)
-        if any(change.name == "temperature" for change in new):
-            remedy += " (or set PPOConfig.temperature)"
-        warnings.warn(
-            f"{where}: {fields} changes what tokens are drawn from. Log-probs, and with them the "
-            f"ratio, the clip range and the KL, are those of softmax(logits / "
-            f"{self.temperature:g}) without that, and only approximate for such responses: pass "
-            f"{remedy} for those that step() learns from",
-            stacklevel=stacklevel,
-        )
-
-
-def _shown(change: Change) -> str:
-    value = repr(change.value)
-    value = value if len(value) <= 40 else value[:39] + "…"
-    return f"{change.name}={value}" + (f" ({change.origin})" if change.origin else "")
+        warnings.warn(f"{where}: {warning_of(new, self.temperature)}", stacklevel=stacklevel)
 
 
 class RolloutMemory:

@@ -20,6 +20,7 @@ from fastrl.run.processes import Processes
 from fastrl.samples import COLUMNS, TOKEN, Samples
 from fastrl.trainers.ppo.rollouts import Rollouts
 from fastrl.trainers.teachers import TeacherModels
+from fastrl_kernels import TokenSets
 
 
 def without(samples: Samples, left_out: Sequence[int]) -> Samples:
@@ -34,8 +35,13 @@ def without(samples: Samples, left_out: Sequence[int]) -> Samples:
     columns: dict[str, Any] = {
         name: [x.new_zeros(len(responses[i])) if i in left_out else x for i, x in enumerate(column)]
         for name, column in samples.known().items()
-        if COLUMNS[name]["kind"] == TOKEN and name != "experts"
+        if COLUMNS[name]["kind"] == TOKEN and name not in ("experts", "supports")
     }
+    if samples.supports is not None:
+        columns["supports"] = [
+            TokenSets.whole(len(responses[i]), sets.vocabulary) if i in left_out else sets
+            for i, sets in enumerate(samples.supports)
+        ]
     columns |= {"sequences": responses, "masks": masks}
     return replace(samples, rewards=rewards, **columns)
 

@@ -33,6 +33,7 @@ from fastrl.learn.nonfinite import NonFiniteExperience, NonFiniteNumbers
 from fastrl.learn.old_logprobs import OldLogprobs
 from fastrl.learn.ref_model import choose_ref_model
 from fastrl.learn.ref_model.adapter import SwitchedAdapter
+from fastrl.learn.samples import learned_supports
 from fastrl.learn.score_scaling import RunningMoments, ScoreTransform
 from fastrl.learn.scorer import Scorer, check_tokens, in_passes, scored_by, scores_of
 from fastrl.learn.update import Update
@@ -60,6 +61,7 @@ from fastrl.timing import start_clock
 from fastrl.trainers import rehearse
 from fastrl.trainers.plan.passes import PassSize
 from fastrl.trainers.plan.report import Plan
+from fastrl.trainers.policy_support import check_policy_support
 from fastrl.trainers.ppo import method, stats
 from fastrl.trainers.ppo.critic import CriticLearner, checked_critic
 from fastrl.trainers.ppo.loop import Loop, Numbers
@@ -234,6 +236,7 @@ class PPOTrainer:
         self.advantages = method.advantages_of(config)
         self._routes = follow_routers(model, config.router_aux_loss_coef) > 0
         precision = precision_of(model, self.accelerator)
+        check_policy_support(config, teacher_model=self._teacher_models)
         self.teaching = self._make_teaching(precision)
         loss = method.loss_of(
             config,
@@ -271,6 +274,7 @@ class PPOTrainer:
             config.temperature,
             self.processes,
             values_model,
+            config.reference_support,
         )
         self.sampler_correction = method.correction_of(config)
         kind = method.old_logprobs_of(
@@ -447,6 +451,7 @@ class PPOTrainer:
         batch = self.make_batch(samples.prompt_ids, samples.sequences, samples.masks)
         if self._routes:
             batch = batch.with_experts(samples.experts)
+        batch = replace(batch, supports=learned_supports(samples.supports, samples.written))
         self._check(batch, samples)
         learning = self.warmup.learning(self.current_step)
         final_scores, moments = self.transform_scores(samples.scores)
@@ -522,7 +527,8 @@ class PPOTrainer:
         warn_of_negative_kl(result["objective/kl"])
 
         # This state changes last, so that an exception leaves all of it unchanged.
-        self.experience = replace(experience, tokens=replace(batch, boundaries=None, experts=None))
+        tokens = replace(batch, boundaries=None, experts=None, supports=None)
+        self.experience = replace(experience, tokens=tokens)
         self.running.become(moments)
         if learning.policy_learns:
             size = self.config.batch_size * self.processes.count

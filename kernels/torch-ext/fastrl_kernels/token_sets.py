@@ -155,6 +155,10 @@ class TokenSets:
         # Their data would not be read: no shape depends on which rows they are.
         return replace(self, kinds=torch.where(rows, WHOLE, self.kinds))
 
+    def fields(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """Tensors and numbers that make the same sets, in the order of the constructor's."""
+        return *self.tensors(), self.vocabulary, self.longest
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.kinds, self.offsets, self.data
 
