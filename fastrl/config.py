@@ -317,6 +317,11 @@ class PPOConfig(TeacherArguments):
         "sampled",
         choices=SUPPORTS,
     )
+    response_format: dict | str | None = setting(
+        "The form of responses (JSON): an object with one of json_schema, regex, choices and lark. "
+        "A token is drawn of what the form allows next, and EOS where the text is complete.",
+        None,
+    )
     router_aux_loss_coef: float = setting(
         "Weight of the load-balancing loss of a mixture's routers; 0: it is only logged.",
         0.0,

@@ -63,7 +63,7 @@ class Samples:
 
     Attributes:
         sequences: the responses' token ids, with the EOS and tools' results.
-        finish_reasons: "eos", "length", "stop" or "nan".
+        finish_reasons: "eos", "length", "stop", "nan" or "grammar", which allowed no token.
         experts: the k experts that a mixture's L routers chose, where the engine keeps them,
             [T - 1, L, k] int16, for a prompt of P tokens and its response, T tokens together. The
             last router does not run for the first P - 1 tokens, and has -1 for them.

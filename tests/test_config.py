@@ -46,6 +46,7 @@ def test_defaults_are_those_of_trl():
     ours |= {"max_kl", "max_ratio", "optim", "optim_args", "master_weights"}
     ours |= {"offload_optimizer", "activation_offloading"}
     ours |= {"replay_routing", "router_aux_loss_coef", "policy_support", "reference_support"}
+    ours |= {"response_format"}
     ours |= {n for n in settable if n.startswith(_OURS)}
     assert settable == {*DEFAULTS, "exp_name", "tracker_project_name", *ours}
 

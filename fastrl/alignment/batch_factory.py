@@ -14,6 +14,7 @@ from fastrl.alignment.annotator import RESERVED
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.responses import ResponseSampler, compare_responses, score_responses
 from fastrl.alignment.tasks import Task, find_task
+from fastrl.config import SAMPLED
 from fastrl.data.columns import FEEDBACK, PAIRS, check_reserved
 from fastrl.data.examples import Example
 from fastrl.rollout import SamplingParams
@@ -96,6 +97,11 @@ class BatchFactory:
         self.batch_size, self.epochs, self.examples = batch_size, epochs, examples
         self.annotator = annotator
         self.params = params or SamplingParams()
+        if self.params.policy_support == SAMPLED:
+            raise ValueError(
+                "policy_support='sampled' is for PPO, GRPO and RLOO; the losses here score "
+                "responses over the whole vocabulary: leave it at 'full'"
+            )
         self.seed, self.shuffle = seed, shuffle
         self.rank, self.world = 0, 1
         self.draws: int | None = None  # seed of the next responses; None leaves it to the engine

@@ -11,7 +11,7 @@ from fastrl.collect.respond import Conversations, InEnvironments, Respond, Sampl
 from fastrl.collect.tools import NEED_CHATS, Toolbox, ToolLoop, warn_of_schemas
 from fastrl.data.chat import is_chat
 from fastrl.data.prompts import Prompts
-from fastrl.data.tool_calls import Reader, ToolChat, find_reader
+from fastrl.data.tool_calls import Reader, ToolChat, call_grammar, find_reader
 from fastrl.rewards.calls import EventLoop
 
 
@@ -25,6 +25,7 @@ class Interaction:
     Attributes:
         tools: all tools, the environments' methods too.
         loop: runs the tools; None where there are none, or until :meth:`respond` is called.
+        first_turn: arguments of ``generate`` for the first turn of responses, if it has its own.
 
     Raises:
         TypeError, ValueError: see :class:`Toolbox` and :class:`Environments`.
@@ -38,6 +39,7 @@ class Interaction:
             self.environments = Environments(environment_factory, self.tools)
             self.tools = self.environments.tools
         self.loop: ToolLoop | None = None
+        self.first_turn: dict[str, Any] = {}
         self._reader: Reader | None = None
 
     def __bool__(self) -> bool:
@@ -93,6 +95,8 @@ class Interaction:
         context: int | None,
         temperature: float,
         longest: int | None = None,
+        *,
+        calls_first: bool = False,
     ) -> Respond:
         """Makes the object that answers prompts.
 
@@ -102,14 +106,24 @@ class Interaction:
             ends: ids of the tokens that end a turn.
             event_loop: makes the event loop that coroutines run on.
             most_turns, most_tokens, context, temperature, longest: see :class:`ToolLoop`.
+            calls_first: whether a response begins with a call of a tool.
+
+        Raises:
+            ValueError: ``calls_first`` without tools, or where no grammar can say so.
         """
         respond: Respond = sampled
+        if calls_first and self._reader is None:
+            raise ValueError("tool_choice='required' needs tools: pass tools, or set 'auto'")
         if self._reader is not None:
             chat = ToolChat(tokenizer, self._reader, list(ends), dict(template))
             limits = most_turns, most_tokens, context, temperature, longest
             self.loop = ToolLoop(chat, event_loop, *limits)
             written = replace(sampled, encode=None)
-            respond = Conversations(written, self.loop, self.box, self.environments)
+            if calls_first:
+                lark = call_grammar(tokenizer, template, Toolbox(self.tools).schemas)
+                self.first_turn = {"response_format": {"lark": lark}}
+            parts = self.loop, self.box, self.environments, self.first_turn
+            respond = Conversations(written, *parts)
         if self.environments is not None:
             respond = InEnvironments(respond, self.environments, event_loop)
         return respond

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -96,12 +97,22 @@ class Sampled:
         )
 
     def sample(
-        self, prompts: Sequence[Tensor], size: int, keys: Sequence[int], seed: int
+        self,
+        prompts: Sequence[Tensor],
+        size: int,
+        keys: Sequence[int],
+        seed: int,
+        changed: Mapping[str, Any] = MappingProxyType({}),
     ) -> Samples:
-        """Samples a response to each prompt's ids; further arguments: see :class:`Asked`."""
+        """Samples a response to each prompt's ids; further arguments: see :class:`Asked`.
+
+        Args:
+            changed: arguments of ``generate`` in place of those of the same names.
+        """
         samples = samples_per_prompt(prompts, size)
         ids = keys if samples == size else [k * size + j for k in keys for j in range(size)]
-        return self._run(prompts[::samples], ids, seed, samples=samples)
+        own = replace(self, arguments={**self.arguments, **changed})
+        return own._run(prompts[::samples], ids, seed, samples=samples)
 
     def further(
         self, prompts: Sequence[Tensor], numbers: Sequence[int], limits: Sequence[int], seed: int
@@ -189,12 +200,14 @@ class Conversations:
         loop: runs the tools.
         box: the tools, where there are no environments.
         environments: the environments, with their tools: their methods, and further ones.
+        first_turn: arguments of ``generate`` for the first turn alone.
     """
 
     sampled: Sampled
     loop: ToolLoop
     box: Toolbox
     environments: Environments | None = None
+    first_turn: Mapping[str, Any] = field(default_factory=dict)
 
     keeps_prompts = False
 
@@ -208,7 +221,7 @@ class Conversations:
             ids: list[Tensor], which: list[int], turn: int, limits: list[int] | None
         ) -> Samples:
             if limits is None:
-                return self.sampled.sample(ids, asked.size, asked.keys, asked.seed)
+                return self.sampled.sample(ids, asked.size, asked.keys, asked.seed, self.first_turn)
             # A response's number keys its draws in every turn: another seed makes them differ.
             seed = asked.seed ^ turn << 32
             return self.sampled.further(ids, [numbers[i] for i in which], limits, seed)

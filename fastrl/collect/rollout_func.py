@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -52,6 +53,12 @@ def rolled_out(
     prompt_ids, completion_ids, logprobs = (output.pop(name) for name in _OF_ROLLOUTS)
     masks = output.pop("env_mask", None)
     drawn_from = output.pop(SAMPLING_MASK) if policy_support == SAMPLED else None
+    if SAMPLING_MASK in output:
+        warnings.warn(
+            f"rollout_func returned {SAMPLING_MASK}, which policy_support='full' does not read: "
+            "log-probs are over the whole vocabulary, whatever tokens were drawn from",
+            stacklevel=4,
+        )
     lists = {k: x for k, x in output.items() if isinstance(x, list)}
     for name, values in {
         "prompt_ids": prompt_ids,

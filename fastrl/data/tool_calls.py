@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fastrl.data.chat import as_written, render, shared_length
+from fastrl.data.lark import lark_literal
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
@@ -292,6 +294,44 @@ def _as_call(call: Any) -> dict[str, Any]:
         "type": call.get("type", "function"),
         "function": {"name": function["name"], "arguments": mapping},
     }
+
+
+def call_grammar(
+    tokenizer: Any, template: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]
+) -> str:
+    """A grammar, in Lark, of a response that calls one of some tools, as the chat template writes
+    it, with arguments by the tool's schema.
+
+    Args:
+        template: further arguments of the chat template.
+        schemas: the tools' JSON schemas.
+
+    Raises:
+        ValueError: a template that does not write arguments as JSON.
+    """
+    alone, _ = _tried(tokenizer, template)
+    front = render([_ASKS], tokenizer, answered=False, template=template)
+    turn = alone[shared_length(front, alone) :]
+    end = turn.rfind(tokenizer.eos_token) if tokenizer.eos_token else -1
+    turn = turn.rstrip() if end < 0 else turn[:end].rstrip()
+    arguments = re.search(rf'\{{\s*"{_KEY}":\s*"{_VALUE}"\s*\}}', turn)
+    if arguments is None or _NAME not in turn[: arguments.start()]:
+        raise ValueError(
+            f"tool_choice='required' needs calls whose arguments are JSON; the chat template "
+            f"writes {turn!r}: set tool_choice='auto'"
+        )
+    before, behind = turn[: arguments.start()], turn[arguments.end() :]
+    rules = []
+    for i, schema in enumerate(schemas):
+        function = schema["function"]
+        body = {"additionalProperties": False, **(function.get("parameters") or {"type": "object"})}
+        body["x-guidance"] = {"whitespace_flexible": False}
+        first = lark_literal(before.replace(_NAME, function["name"]), tokenizer)
+        last = lark_literal(behind, tokenizer)
+        rules += [f"call_{i}: {first} arguments_{i} {last}".rstrip()]
+        rules += [f"arguments_{i}: %json {json.dumps(body)}"]
+    start = " | ".join(f"call_{i}" for i in range(len(schemas)))
+    return "\n".join([f"start: {start}", *rules])
 
 
 class ToolChat:

@@ -199,12 +199,17 @@ def samples_left_out(
     name: Callable[[int], str],
     processes: Processes,
 ) -> list[int]:
-    """Indices of samples that ended in NaN logits, whose continuation is not known.
+    """Indices of samples that ended in NaN logits, whose continuation is not known, or at a
+    grammar that allows no first token.
 
     Raises:
         FloatingPointError: one did, and ``nonfinite`` raises; or all did, and there is one process.
     """
-    which = [i for i, reason in enumerate(rollout.finish_reasons) if reason == "nan"]
+    which = [
+        i
+        for i, reason in enumerate(rollout.finish_reasons)
+        if reason == "nan" or (reason == "grammar" and not len(rollout.sequences[i]))
+    ]
     if processes.count == 1:  # other processes may have samples left
         check_a_sample_is_left(len(which), len(rollout.finish_reasons))
     if which:

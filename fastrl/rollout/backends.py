@@ -75,8 +75,14 @@ class GenerateBackend(RolloutBackend):
         self.tokenizer, self.autocast, self.process = tokenizer, autocast, process
 
     def __call__(self, model: Any, request: Request) -> Samples:
+        if request.generation_kwargs.get("response_format") is not None:
+            raise ValueError(
+                "response_format needs the rollout engine, and model.generate runs here: set "
+                "rollout_backend='engine', for a model that it runs, or leave response_format out"
+            )
         engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
         kwargs, limits, samples = request.generation_kwargs, request.limits, range(request.samples)
+        kwargs = {name: x for name, x in kwargs.items() if name != "response_format"}
         if limits is not None:
             limits = [limit for limit in limits for _ in samples]
         seed = request.seed

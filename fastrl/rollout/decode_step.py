@@ -12,7 +12,8 @@ import fastrl_kernels
 from fastrl.config import SAMPLED
 from fastrl.models.host_memory import to_device
 from fastrl.rollout.attention import DecodeAttention, choose_decode_kernel
-from fastrl.rollout.kv_cache import KVCache, Slots, SlotState
+from fastrl.rollout.grammars import GrammarMasks
+from fastrl.rollout.kv_cache import DEAD_END, KVCache, Slots, SlotState
 from fastrl.rollout.model_runner import ModelRunner
 from fastrl.rollout.sampling_params import SamplingParams
 from fastrl_kernels.advance_slots import advance
@@ -31,6 +32,7 @@ class LogitsProcessors(NamedTuple):
     min_new_tokens: int
     repetition_penalty: float
     over_support: bool  # whether log-probs are over the sets that tokens are drawn from
+    constrained: bool  # whether grammars say which tokens are allowed
     barred: Tensor | None  # [n] ids not to draw: suppressed ones, and ends before min_new_tokens
     always: Tensor | None  # [n] bool, which of the barred ids are suppressed throughout
     ends: Tensor  # [n] ids of tokens that end a response
@@ -39,6 +41,7 @@ class LogitsProcessors(NamedTuple):
     @classmethod
     def of(cls, params: SamplingParams, ends: Tensor, vocabulary: int) -> LogitsProcessors:
         """The processors for parameters; end tokens outside the vocabulary are dropped."""
+        constrained = params.response_format is not None
         ends = ends[ends < vocabulary]
         barred = always = stops = None
         if params.min_new_tokens or params.suppress_tokens:
@@ -57,7 +60,9 @@ class LogitsProcessors(NamedTuple):
             min_p=float(params.min_p),
             min_new_tokens=params.min_new_tokens,
             repetition_penalty=float(params.repetition_penalty),
-            over_support=params.policy_support == SAMPLED and bool(params.changes_of_the_draw()),
+            over_support=params.policy_support == SAMPLED
+            and (constrained or bool(params.changes_of_the_draw())),
+            constrained=constrained,
             barred=barred,
             always=always,
             ends=ends,
@@ -66,21 +71,22 @@ class LogitsProcessors(NamedTuple):
 
     def numbers(self) -> tuple[float, ...]:
         """The fields that are numbers, in their order."""
-        return self[:7]
+        return self[:8]
 
     def as_numbers(self) -> tuple:
         """All values of processors on the host as a tuple, which is equal for equal processors."""
-        lists = [None if x is None else str(x.tolist()) for x in self[7:]]  # type: ignore[attr-defined]
+        lists = [None if x is None else str(x.tolist()) for x in self[8:]]  # type: ignore[attr-defined]
         return *self.numbers(), *lists
 
     def to(self, device: torch.device) -> LogitsProcessors:
-        moved = (None if x is None else to_device(x, device) for x in self[7:])  # type: ignore[arg-type]
+        moved = (None if x is None else to_device(x, device) for x in self[8:])  # type: ignore[arg-type]
         return LogitsProcessors(*self.numbers(), *moved)  # type: ignore[arg-type]
 
     def are_plain(self) -> bool:
         """Whether tokens are drawn from the softmax of all logits, changed by temperature alone."""
         cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return not cuts and self.repetition_penalty == 1 and self.barred is None
+        penalised = self.repetition_penalty != 1 or self.barred is not None
+        return not (cuts or penalised or self.constrained)
 
     def penalised(self, logits: Tensor, seen: Tensor) -> Tensor:
         """Logits [b, V] with the repetition penalty; seen [b, V] bool, which tokens occurred."""
@@ -117,13 +123,19 @@ class StepDraw(NamedTuple):
     sampled: fastrl_kernels.SampledTokens
     values: Tensor | None  # [b] of the tokens that the step runs, with a value head
     support: Tensor | None = None  # [b, ⌈V/32⌉] what tokens were drawn from, where it is recorded
+    dead: Tensor | None = None  # [b] bool, whether a grammar allows no token
 
 
 class DrawFromLogits:
-    """Draws after logits processors, from all logits."""
+    """Draws after logits processors, from all logits, or from those that grammars allow."""
 
-    def __init__(self, model_runner: ModelRunner, processors: LogitsProcessors):
-        self.model_runner, self.processors = model_runner, processors
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        processors: LogitsProcessors,
+        masks: GrammarMasks | None = None,
+    ):
+        self.model_runner, self.processors, self.masks = model_runner, processors, masks
 
     def __call__(
         self, state: SlotState, seen: Tensor | None, attention: DecodeAttention, keys: Tensor
@@ -132,18 +144,23 @@ class DrawFromLogits:
         processors = self.processors
         logits, values = self.model_runner.decode(state.token, state.position, attention)
         drawn_from = logits if seen is None else processors.penalised(logits, seen)
+        if self.masks is not None:
+            # Begun before the forward, which it runs beside.
+            allowed = self.masks.allowed(len(logits))
+            drawn_from = torch.where(allowed, drawn_from, -torch.inf)
         barred = processors.bar_(drawn_from, state.num_generated)
+        dead = None if self.masks is None else drawn_from.amax(-1) == -torch.inf
         cuts = processors._asdict()
         cuts = {name: cuts[name] for name in ("temperature", "top_k", "top_p", "min_p")}
         if processors.over_support:
             draw, support = fastrl_kernels.sample_with_support(drawn_from, keys, **cuts)
-            return StepDraw(draw, values, support)
+            return StepDraw(draw, values, support, dead)
         draw = fastrl_kernels.sample_tokens(drawn_from, keys, **cuts)
-        if seen is not None:
+        if seen is not None or self.masks is not None:
             draw = _of_the_model(draw, logits, processors.temperature)
         elif barred is not None:
             draw = _with_barred(draw, logits, barred, processors.temperature)
-        return StepDraw(draw, values)
+        return StepDraw(draw, values, dead=dead)
 
 
 class DrawFromHead:
@@ -175,13 +192,14 @@ class DecodeStep:
         kv_cache: KVCache,
         slots: Slots,
         processors: LogitsProcessors,
+        masks: GrammarMasks | None = None,
     ):
         self.model_runner, self.kv_cache, self.slots = model_runner, kv_cache, slots
         self.processors = processors
         self.attention_kernel = choose_decode_kernel(kv_cache, model_runner.attends_by_flash)
         # Chosen once, so that the ops around a step's forward need not choose again.
         self.backend = fastrl_kernels.explain(model_runner.device).backend
-        self.from_logits = DrawFromLogits(model_runner, processors)
+        self.from_logits = DrawFromLogits(model_runner, processors, masks)
         self.from_head = DrawFromHead(model_runner, processors)
 
     def __call__(self, bucket: int, span: int) -> None:
@@ -193,13 +211,16 @@ class DecodeStep:
         attention = DecodeAttention(self.attention_kernel, self.kv_cache, state.position, span)
         keys = token_keys(state.sample, state.num_generated, self.backend)
         drawer = self.from_head if self.from_head.takes(bucket) else self.from_logits
-        draw, values, support = drawer(state, seen, attention, keys)
+        draw, values, support, dead = drawer(state, seen, attention, keys)
         if slots.support is not None and support is not None:
             place = state.num_generated % slots.support.shape[1]
             slots.support[torch.arange(bucket, device=place.device), place] = support
 
+        dead = None if dead is None else dead & (state.reason == RUNNING)
         goes_on = None if tail is None else (state.reason == RUNNING) & (draw.tokens >= 0)
         advance(slots.buffers(state), draw, processors.ends, values, self.backend)
+        if dead is not None:
+            state.reason.masked_fill_(dead, DEAD_END)
         if seen is not None:
             seen.scatter_(1, state.token.unsqueeze(1), True)
         if tail is not None and goes_on is not None:

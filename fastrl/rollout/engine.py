@@ -22,6 +22,7 @@ from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
 from fastrl.rollout.cuda_graphs import KINDS, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
+from fastrl.rollout.grammars import Drawing, GrammarMasks, Grammars
 from fastrl.rollout.kv_cache import KVCache, LayerShape, Moves, PromptCopy, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
 from fastrl.rollout.sampling_params import (
@@ -115,6 +116,7 @@ class RolloutEngine:
         self._reserved = Room()  # for a KV cache that is yet to be made
         self._expected = 0  # the most tokens that :meth:`expect` announced
         self._slots: Slots | None = None
+        self._grammars: tuple[tuple[int, ...], Grammars] | None = None  # with their end tokens
         # The latest KINDS logits processors, by settings: captured steps hold their addresses.
         self._processors: dict[tuple, LogitsProcessors] = {}
         device = self.model_runner.device
@@ -159,6 +161,7 @@ class RolloutEngine:
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
         self._check_room(request)
+        formats = params.formats(len(prompts))
         ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
         seed = draw_seed() if params.seed is None else params.seed
         samples = _samples(request, params.n, seed)
@@ -169,13 +172,18 @@ class RolloutEngine:
         poll = make_finish_poll(slots, scheduler)
         results = Results(len(samples), max(request.limits), device)
         routes, over_support = bool(kv_cache.experts), params.policy_support == SAMPLED
-        supports = SupportLog(self.vocabulary)
+        supports, masks = SupportLog(self.vocabulary), None
+        if any(formats):
+            each = [given for given in formats for _ in range(params.n)]
+            masks = GrammarMasks(self._grammars_of(ends), each, kv_cache.slots, device)
+        # A captured step has no place where the host is waited for.
+        runner = self._runner if masks is None else StepRunner()
         chosen: dict[int, Tensor] = {}  # experts, by the sample's index
         with self.model_runner.opened():
             step = DecodeStep(
-                self.model_runner, kv_cache, slots, self._begin_call(params, ends, slots)
+                self.model_runner, kv_cache, slots, self._begin_call(params, ends, slots), masks
             )
-            self._runner.begin(step)
+            runner.begin(step)
             clock = start_clock(device)
             prefilled = 0
             while scheduler.waiting or scheduler.running:
@@ -187,8 +195,10 @@ class RolloutEngine:
                         moves = Moves.of([move[:2] for move in packed], device)
                         kv_cache.move(moves, max(tokens for *_, tokens in packed))
                         slots.move(moves)
-                    steps = scheduler.steps(poll.due)
-                    self._runner.run(step, scheduler.bucket, scheduler.span(steps), steps)
+                    steps = scheduler.steps(poll.due if masks is None else 1)
+                    if masks is not None:
+                        masks.begin(_drawing(slots, scheduler))
+                    runner.run(step, scheduler.bucket, scheduler.span(steps), steps)
                     if step.processors.over_support:
                         ran = enumerate(scheduler.samples)
                         supports.take(slots, {i: x.index for i, x in ran if x is not None}, steps)
@@ -213,7 +223,11 @@ class RolloutEngine:
             lengths = [len(prompt) for prompt in per_sample.prompts]
             seconds = clock.seconds()
             output.stats = self._stats(output, lengths, kv_cache, scheduler, seconds, prefilled)
-            output.stats |= {f"perf/graph_{name}": x for name, x in self._runner.stats.items()}
+            output.stats |= {f"perf/graph_{name}": x for name, x in runner.stats.items()}
+            if masks is not None:
+                output.stats |= masks.statistics(scheduler.decode_steps)
+                dead = output.finish_reasons.count("grammar")
+                output.stats["perf/grammar_dead_ends"] = float(dead)
         return output
 
     def sleep(self) -> None:
@@ -303,6 +317,15 @@ class RolloutEngine:
         )
         slots.remember(filled_slots, prompts)
         return tokens
+
+    def _grammars_of(self, ends: Tensor) -> Grammars:
+        """The tokenizer's grammars, which are kept for the next call with the same end tokens."""
+        if self.tokenizer is None:
+            raise ValueError("response_format needs a tokenizer: pass the engine one")
+        ids = tuple(ends[ends < self.vocabulary].tolist())
+        if self._grammars is None or self._grammars[0] != ids:
+            self._grammars = ids, Grammars(self.tokenizer, self.vocabulary, ids)
+        return self._grammars[1]
 
     def _begin_call(self, params: SamplingParams, ends: Tensor, slots: Slots) -> LogitsProcessors:
         """Prepares the slots for a call and returns its logits processors: those of an earlier call
@@ -399,6 +422,19 @@ class RolloutEngine:
                 f"tokens, which takes {each}: raise it, or lower max_length"
             )
         return self.kv_cache_bytes // each
+
+
+def _drawing(slots: Slots, scheduler: Scheduler) -> list[Drawing]:
+    """The samples whose next tokens are drawn, with those that were drawn before."""
+    state = slots.state
+    table = torch.stack([state.reason, state.num_generated, state.token]).t().tolist()
+    return [
+        Drawing(slot, sample.index, token if generated else None)
+        for slot, (sample, (reason, generated, token)) in enumerate(
+            zip(scheduler.samples, table, strict=True)
+        )
+        if sample is not None and reason == RUNNING
+    ]
 
 
 def _samples(request: RolloutRequest, n: int, seed: int) -> list[RolloutSample]:

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
+from fastrl.config import SAMPLED
 from fastrl.data.batch import pad, padding_token
 from fastrl.data.grouping import passes_that_fit
 from fastrl.data.prompt_ids import Prompt, check_prompts
@@ -82,6 +83,14 @@ class GenerateEngine:
                 lengths with; a model whose ``generate`` does not run.
         """
         params = params or SamplingParams()
+        for name, asked in (
+            ("policy_support='sampled'", params.policy_support == SAMPLED),
+            ("response_format", params.response_format is not None),
+        ):
+            if asked:
+                raise ValueError(
+                    f"{name} needs a RolloutEngine, and model.generate samples here: leave it out"
+                )
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
         request = request.repeated(params.n)
         self._check(request.prompts)

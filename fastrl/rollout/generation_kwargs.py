@@ -18,11 +18,11 @@ from fastrl.settings import is_number
 # Used where neither the caller nor the model's generation_config sets a value.
 _DEFAULTS = {"max_new_tokens": 20, "do_sample": False, "top_k": 50}
 
-# "stop" is ours: token sequences, as in SamplingParams.
+# "stop" and "response_format" are ours, as in SamplingParams.
 _SUPPORTED = (
     "max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature",
     "top_k", "top_p", "min_p", "repetition_penalty", "suppress_tokens", "bad_words_ids",
-    "eos_token_id", "stop",
+    "eos_token_id", "stop", "response_format",
 )  # fmt: skip
 
 # Arguments that change how tokens are computed or what is returned beside them, but no tokens.
@@ -107,8 +107,15 @@ _NEW_TOKENS = 32
 _TRUNCATIONS: dict[str, Any] = {**TRUNCATIONS, **_UNSUPPORTED_SAMPLING}
 # Those that leave out tokens, and change nothing else: with policy_support="sampled" log-probs are
 # over what is left.
-CUTS = {*TRUNCATIONS, "min_new_tokens", "min_length", "suppress_tokens", "bad_words_ids"}
-_CHANGES: dict[str, Any] = {**PROCESSORS, "bad_words_ids": [], **_UNSUPPORTED_CHANGES}
+CUTS = {
+    *TRUNCATIONS,
+    *("min_new_tokens", "suppress_tokens", "bad_words_ids", "response_format"),
+}
+_CHANGES: dict[str, Any] = {
+    **PROCESSORS,
+    **{"bad_words_ids": [], "response_format": None},
+    **_UNSUPPORTED_CHANGES,
+}
 
 
 def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> SamplingParams | str:
@@ -223,11 +230,23 @@ def changes_of_the_draw(
     return changes
 
 
+GREEDY = Change("do_sample", False, True, "")
+
+
+def refusal_of(changes: Sequence[Change]) -> str:
+    """Says that sets of tokens have no part in what changes the draw."""
+    return (
+        f"policy_support='sampled': {', '.join(map(_shown, changes))} changes what tokens are "
+        "drawn from by more than leaving some out: leave out "
+        f"{', '.join(change.name for change in changes)}, or set policy_support='full'"
+    )
+
+
 def warning_of(changes: Sequence[Change], temperature: float) -> str:
     """Says that log-probs are not those of what tokens are drawn from, and what to do."""
     remedy = ", ".join(f"{change.name}={change.neutral!r}" for change in changes)
     if any(change.name == "temperature" for change in changes):
-        remedy += " (or set PPOConfig.temperature)"
+        remedy += " (or set the trainer's temperature)"
     if all(change.name in CUTS for change in changes):
         remedy += " (or set policy_support='sampled')"
     return (
@@ -335,6 +354,7 @@ class _EffectiveKwargs:
             suppress_tokens=tuple(sorted({*suppressed, *(self._bad_words() or ())})),
             eos_token_ids=ends,
             stop=self["stop"] or (),
+            response_format=self["response_format"],
             **truncation,
         )
 

@@ -14,7 +14,8 @@ from fastrl.models.routing import UNKNOWN
 from fastrl_kernels import SlotBuffers
 from fastrl_kernels.types import EOS, IDLE, LENGTH, NAN, STOP
 
-FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
+DEAD_END = IDLE + 1  # the state of a slot whose grammar allows no token
+FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan", DEAD_END: "grammar"}
 # Numbers kept per token, fp32, in the order of ``fastrl_kernels.SlotBuffers``.
 FIELDS = ("logprobs", "logprobs_t1", "entropies", "values")
 

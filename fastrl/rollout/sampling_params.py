@@ -14,6 +14,7 @@ from torch import Tensor
 from fastrl.config import FULL, SAMPLED, SUPPORTS
 from fastrl.data.prompt_ids import Prompt, check_prompts, token_ids
 from fastrl.models.layout import EncoderDecoder, layout_of
+from fastrl.rollout.grammars import ResponseFormat, checked_format
 from fastrl.settings import check_types
 
 # Fields that make tokens come from another distribution than softmax(logits / T), by their names in
@@ -42,6 +43,9 @@ class SamplingParams:
         policy_support: "full": log-probs and entropies are over the whole vocabulary. "sampled":
             they are over the set that a token was drawn from, what truncations, suppress_tokens and
             min_new_tokens leave of the vocabulary, and samples have these sets, too.
+        response_format: the form that responses have: a JSON schema, a regular expression, choices
+            or a grammar, see :func:`fastrl.rollout.grammars.checked_format`; or a list with one for
+            each prompt, None for any text. EOS is drawn where the text is complete, and only there.
 
     Raises:
         ValueError: a value out of range.
@@ -61,6 +65,7 @@ class SamplingParams:
     eos_token_ids: Sequence[int] | None = None
     stop: Sequence[Sequence[int]] = ()
     policy_support: str = FULL
+    response_format: Mapping[str, Any] | str | Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         check_types(self, SamplingParams)
@@ -100,6 +105,13 @@ class SamplingParams:
                 f"repetition_penalty={self.repetition_penalty} changes the odds of tokens, which "
                 "policy_support='sampled' has no part in: leave one of the two out"
             )
+        if self.response_format is not None and self.min_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} bars the end of texts that response_format "
+                "says are complete: leave one of the two out"
+            )
+        for i, given in enumerate(self._formats()):
+            checked_format(given, "response_format" + (f"[{i}]" if self._formats_differ else ""))
 
     @property
     def _per_prompt(self) -> bool:
@@ -129,6 +141,31 @@ class SamplingParams:
                 "pass one each, or one for all"
             )
         return list(most)
+
+    @property
+    def _formats_differ(self) -> bool:
+        return isinstance(self.response_format, Sequence) and not isinstance(
+            self.response_format, str
+        )
+
+    def _formats(self) -> Sequence[Any]:
+        return self.response_format if self._formats_differ else [self.response_format]  # type: ignore[return-value]
+
+    def formats(self, prompts: int) -> list[ResponseFormat | None]:
+        """Returns the response format of each of a number of prompts.
+
+        Raises:
+            ValueError: response_format is a list of another length.
+        """
+        found = [checked_format(given) for given in self._formats()]
+        if not self._formats_differ:
+            return found * prompts
+        if len(found) != prompts:
+            raise ValueError(
+                f"response_format has {len(found)} entries for {prompts} prompts: pass one each, "
+                "or one for all"
+            )
+        return found
 
     def changes_of_the_draw(self) -> dict[str, Any]:
         """Fields, with values, that change a draw from softmax(logits / temperature)."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from fastrl.config import SAMPLED
-from fastrl.rollout.generation_kwargs import CUTS, changes_of_the_draw, warning_of
+from fastrl.rollout.generation_kwargs import CUTS, changes_of_the_draw, refusal_of, warning_of
+from fastrl.rollout.grammars import check_format
+from fastrl.rollout.sampling_params import end_tokens
 
 
 def check_policy_support(args: Any, **others: Any) -> None:
@@ -18,6 +21,15 @@ def check_policy_support(args: Any, **others: Any) -> None:
             "policy_support='sampled' takes log-probs over what each token was drawn from, which "
             f"is not known to {', '.join(conflicting)}: leave one of the two out"
         )
+
+
+def check_form(arguments: Mapping[str, Any], model: Any, tokenizer: Any) -> None:
+    """Raises ValueError for a response format among arguments of ``generate`` that cannot be
+    honoured."""
+    form = arguments.get("response_format")
+    if form is not None:
+        ends = end_tokens(model, tokenizer, arguments.get("eos_token_id")).tolist()
+        check_format(form, tokenizer, model.config.get_text_config().vocab_size, ends)
 
 
 def check_draws(args: Any, model: Any, stacklevel: int) -> None:
@@ -35,6 +47,6 @@ def check_draws(args: Any, model: Any, stacklevel: int) -> None:
     known = CUTS if over_sets else ()
     changes = [change for change in changes if change.name not in known and not change.origin]
     if changes and over_sets:
-        raise ValueError(f"policy_support='sampled': {warning_of(changes, args.temperature)}")
+        raise ValueError(refusal_of(changes))
     if changes:
         warnings.warn(warning_of(changes, args.temperature), stacklevel=stacklevel + 1)

@@ -197,7 +197,7 @@ def test_help_all_shows_every_flag_in_a_users_words(capsys, command):
     json_flags = {flag.split()[0] for flag in flags if " JSON" in flag.split("  ")[0]}
     if command in ("ppo", "grpo"):
         assert json_flags == {
-            "--tracker-kwargs", "--accelerator-kwargs", "--project-kwargs",
+            "--tracker-kwargs", "--response-format", "--accelerator-kwargs", "--project-kwargs",
             "--push-to-hub-if-best-kwargs", "--teacher-model-init-kwargs",
         }  # fmt: skip
     else:

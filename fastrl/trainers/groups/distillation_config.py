@@ -57,6 +57,8 @@ class DistillationConfig(OnlineConfig):
     num_shared_layers: int | None = refused(None, _ALONE)
     reference_dtype: str = refused("auto", _ALONE)
     sync_ref_model: bool = refused(False, _ALONE)
+    policy_support: str = refused("full", "teachers and students are compared over all tokens")
+    reference_support: str = refused("sampled", _ALONE)
 
     compares: ClassVar[bool] = False
 

@@ -72,7 +72,7 @@ from fastrl.trainers.policy import (
     loaded_causal,
     padding_tokenizer,
 )
-from fastrl.trainers.policy_support import check_draws, check_policy_support
+from fastrl.trainers.policy_support import check_draws, check_form, check_policy_support
 from fastrl.trainers.prompt_room import PromptRoom, data_by_name
 from fastrl.trainers.reference import model_of, reference_of
 from fastrl.trainers.router_loss import router_loss
@@ -202,6 +202,8 @@ class OnlineTrainer(BaseTrainer, ABC):
             refused={f"{own}: leave teacher_kl_coef at 0": self.has_own_loss},
         )
         check_policy_support(args, teachers=self._taught, own_loss=self.has_own_loss)
+        if rollout_func is None:
+            check_form(args.generation_arguments, model, self._tokenizer)
         if rollout_func is None and self.needs_rewards:
             check_draws(args, model, stacklevel=3)
         self.rewards = rewards

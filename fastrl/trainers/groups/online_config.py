@@ -16,6 +16,7 @@ from fastrl.settings import check_refused, idle, kept_setting, refused, setting,
 from fastrl.trainers.groups.rollout_correction import MODES
 from fastrl.trainers.supervised import SupervisedArguments
 
+TOOL_CHOICES = ("auto", "required")
 _ENGINE = "fastrl's rollout engine generates in this process"
 _BATCHES = "the rollout engine batches so by itself"
 _TOKENIZER = "the tokenizer (processing_class)"
@@ -89,6 +90,13 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
     replay_routing: bool = setting_like(PPOConfig, "replay_routing")
     policy_support: str = setting_like(PPOConfig, "policy_support")
     reference_support: str = setting_like(PPOConfig, "reference_support")
+    response_format: dict | str | None = setting_like(PPOConfig, "response_format")
+    tool_choice: str = setting(
+        "Whether a response begins with a call of a tool: auto, as the policy likes; required, it "
+        "does, with arguments by the tool's schema.",
+        "auto",
+        choices=TOOL_CHOICES,
+    )
     rollout_merge_adapter: bool = idle(False, "adapters run beside the weights")
 
     beta: float = setting(
@@ -158,8 +166,8 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
     train_sampling_strategy: str = refused(
         "random", "shuffle_dataset orders the prompts, and False keeps the data's order"
     )
-    vllm_structured_outputs_regex: str | None = refused(
-        None, "pass prefix_allowed_tokens_fn in generation_kwargs"
+    vllm_structured_outputs_regex: str | None = setting(
+        "A regular expression that responses match: a response_format, by TRL's name.", None
     )
     use_vllm: bool = idle(False, _ENGINE)
     vllm_mode: str = idle("colocate", _ENGINE)
@@ -207,6 +215,11 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
                 stacklevel=4,
             )
         check_refused(self)
+        if self.response_format is not None and self.vllm_structured_outputs_regex is not None:
+            raise ValueError(
+                "response_format and vllm_structured_outputs_regex say what responses look like: "
+                "set one of the two"
+            )
         if self.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size would break groups of num_generations responses: leave it "
@@ -309,4 +322,8 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
         }
         if self.min_p is not None:
             arguments["min_p"] = self.min_p
+        if self.response_format is not None:
+            arguments["response_format"] = self.response_format
+        if self.vllm_structured_outputs_regex is not None:
+            arguments["response_format"] = {"regex": self.vllm_structured_outputs_regex}
         return {**arguments, **parse_json("generation_kwargs", self.generation_kwargs)}

@@ -21,6 +21,7 @@ from fastrl.rollout.generation_kwargs import neutral_kwargs
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.samples import Samples
 from fastrl.trainers.groups.prompt_data import reserved_of
+from fastrl.trainers.policy_support import check_form
 from fastrl.trainers.prompt_room import PromptRoom
 
 
@@ -73,7 +74,7 @@ class GroupRollouts:
             # As the reference it has an engine, and a room in checkpoints, of its own.
             return self.backend(sampler(), request._replace(reference=model is not None))
 
-        return self.interaction.respond(
+        respond = self.interaction.respond(
             Sampled(run, arguments, self.decode, self.encoded),
             self.tokenizer,
             self.template,
@@ -84,7 +85,10 @@ class GroupRollouts:
             context_length(policy),
             args.temperature,
             args.max_prompt_length,
+            calls_first=args.tool_choice == "required",
         )
+        check_form(self.interaction.first_turn, policy, self.tokenizer)
+        return respond
 
     def by_function(self, function: Any, trainer: Any) -> RolloutFunction:
         """Returns what answers prompts by a ``rollout_func``, called with prompts and trainer."""

@@ -50,6 +50,7 @@ from fastrl.run.stopping import Stopped, stop_at_a_steps_end
 from fastrl.samples import Samples
 from fastrl.settings import check_ranges, check_types, setting
 from fastrl.trainers.driver import Driver
+from fastrl.trainers.policy_support import check_form
 from fastrl.trainers.ppo.guards import check_divergence
 from fastrl.trainers.ppo.ledger import open_ledger
 from fastrl.trainers.ppo.roles import Stepping
@@ -146,6 +147,7 @@ class Loop:
         steps, self.eval_every = numbers.steps, numbers.eval_every
         self.steps = steps
         self.generation_kwargs = rollouts.arguments.of_training(generation_kwargs)
+        check_form(self.generation_kwargs, rollouts.arguments.model, trainer.tokenizer)
         self.penalties = Penalties.of(
             numbers.missing_eos_penalty,
             config.overlong_buffer,

@@ -27,16 +27,21 @@ from fastrl.rollout import sampling_params
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.generation_kwargs import (
     CUTS,
+    GREEDY,
     Change,
     changes_of_the_draw,
     check_names,
     is_sampled,
     policy_kwargs,
+    refusal_of,
     unpacked,
     warning_of,
 )
+from fastrl.rollout.grammars import checked_format
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
+from fastrl.trainers.policy_support import check_form
+from fastrl_kernels import TokenSets
 
 REMEMBERED = 1 << 14  # a RolloutMemory keeps at most so many samples, the latest ones
 
@@ -78,7 +83,10 @@ class Rollouts:
             self.replays,
             config.policy_support,
         )
-        self.arguments = SamplingArguments(policy, config.temperature, config.policy_support)
+        self.arguments = SamplingArguments(
+            policy, config.temperature, config.policy_support, config.response_format
+        )
+        check_form(self.arguments.defaults, policy, tokenizer)
         self.memory = RolloutMemory(policy, optimizer, config.temperature)
         # Hashes of torch's generator as generate() first drew since the last update, and since the
         # update before that; b"": it has not drawn.
@@ -199,6 +207,13 @@ class Rollouts:
             _check_sequences(rollout, responses)
             known = known_of(rollout, self.memory.policy, self.config.temperature)
         if self.config.policy_support == FULL:
+            if known.supports is not None and known.old_logprobs is not None:
+                raise ValueError(
+                    "rollout's log-probs are over the sets that tokens were drawn from, and "
+                    "policy_support='full' takes those over the whole vocabulary: set "
+                    "PPOConfig.policy_support='sampled', or sample with SamplingParams("
+                    "policy_support='full')"
+                )
             known = known.without("supports")
         elif known.supports is None:
             raise ValueError(
@@ -261,12 +276,24 @@ def _check_sequences(rollout: Samples, responses: Sequence[Tensor]) -> None:
     for i, (sequence, response) in enumerate(zip(rollout.sequences, responses, strict=True)):
         if not torch.equal(sequence.cpu(), response.cpu()):
             raise ValueError(f"rollout.sequences[{i}] is not responses[{i}]: pass both unchanged")
-    for name in ("finish_reasons", "logprobs", "logprobs_t1", "entropies", "values"):
+    for name in ("finish_reasons", "logprobs", "logprobs_t1", "entropies", "values", "supports"):
         column = getattr(rollout, name)
         if column is not None and len(column) != len(responses):
             raise ValueError(
                 f"rollout.{name} has {len(column)} elements for {len(responses)} responses: give "
                 "one for each"
+            )
+    for i, sets in enumerate(rollout.supports or ()):
+        if not isinstance(sets, TokenSets) or len(sets) != len(responses[i]):
+            found = len(sets) if isinstance(sets, TokenSets) else type(sets).__name__
+            raise ValueError(
+                f"rollout.supports[{i}] has {found}, responses[{i}] {len(responses[i])} tokens: "
+                "give a fastrl_kernels.TokenSets with a set for each token"
+            )
+        if not sets.has(responses[i].cpu()).all():
+            raise ValueError(
+                f"rollout.supports[{i}] has a set without the token of responses[{i}] that was "
+                "drawn from it: pass both unchanged"
             )
     for name in ("logprobs", "logprobs_t1", "values"):
         for i, numbers in enumerate(getattr(rollout, name) or ()):
@@ -289,12 +316,21 @@ class SamplingArguments:
     Args:
         model: the policy, with its generation_config.
         temperature: T.
-        policy_support: "full" or "sampled", see :class:`PPOConfig`.
+        policy_support, response_format: see :class:`PPOConfig`; the format is that of calls that
+            name none.
     """
 
-    def __init__(self, model: Any, temperature: float, policy_support: str = FULL):
+    def __init__(
+        self,
+        model: Any,
+        temperature: float,
+        policy_support: str = FULL,
+        response_format: Any = None,
+    ):
         self.model, self.temperature = model, temperature
         self.policy_support = policy_support
+        form = checked_format(response_format)
+        self.defaults = {} if form is None else {"response_format": form}
         self._warned: set[str] = set()
 
     def of_the_policy(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,7 +340,7 @@ class SamplingArguments:
         Raises:
             ValueError: another temperature.
         """
-        kwargs = policy_kwargs(arguments, self.model, self.temperature)
+        kwargs = policy_kwargs({**self.defaults, **arguments}, self.model, self.temperature)
         self._warn("generation_kwargs", changes_of_the_draw(kwargs, self.model, self.temperature))
         return kwargs
 
@@ -318,13 +354,13 @@ class SamplingArguments:
         kwargs = self.of_the_policy(arguments)
         sampling_params(kwargs, self.model)
         if not kwargs["do_sample"]:
-            self._warn("generation_kwargs", [Change("do_sample", False, True, "")])
+            self._warn("generation_kwargs", [GREEDY])
         return kwargs
 
     def of_generate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments for the classic ``generate()``, as ``model.generate`` reads them: those left
         out come from the model's generation_config, but for a policy temperature other than 1."""
-        kwargs = unpacked(arguments)
+        kwargs = {**self.defaults, **unpacked(arguments)}
         if self.temperature != 1 and is_sampled(kwargs, self.model):
             kwargs.setdefault("temperature", self.temperature)
         self._warn("generate", changes_of_the_draw(kwargs, self.model, self.temperature), 5)
@@ -332,10 +368,13 @@ class SamplingArguments:
 
     def _warn(self, where: str, changes: Iterable[Change], stacklevel: int = 4) -> None:
         """Warns of changes that log-probs have no part in, once of each argument."""
-        known = {*self._warned, *(CUTS if self.policy_support == SAMPLED else ())}
+        over_sets = self.policy_support == SAMPLED
+        known = {*self._warned, *(CUTS if over_sets else ())}
         new = [change for change in changes if change.name not in known]
         if not new:
             return
+        if over_sets and where == "generation_kwargs" and new != [GREEDY]:
+            raise ValueError(refusal_of(new))
         self._warned |= {change.name for change in new}
         warnings.warn(f"{where}: {warning_of(new, self.temperature)}", stacklevel=stacklevel)
 
