@@ -127,7 +127,7 @@ class Grammars:
                 "is complete: pass eos_token_ids"
             )
         self.vocabulary, self.ends, self.tokenizer = vocabulary, ends, tokenizer
-        self._tokens = self._tokens_of(tokenizer, list(ends))
+        self.tokens = self._tokens_of(tokenizer, list(ends))
         self._prototypes: dict[str, Any] = {}
 
     def _tokens_of(self, tokenizer: Any, ends: list[int]) -> Any:
@@ -175,7 +175,7 @@ class Grammars:
                 grammar = matcher.grammar_from_regex(given["regex"])
             else:
                 grammar = matcher.grammar_from_lark(given["lark"])
-            made = matcher(self._tokens, grammar, log_level=0)
+            made = matcher(self.tokens, grammar, log_level=0)
         except Exception as error:
             raise ValueError(f"{shown} cannot be read: {error}") from None
         if not made.is_error():
@@ -243,8 +243,8 @@ class GrammarMasks:
         }
         self.library, self.vocabulary, self.device = grammars.library, grammars.vocabulary, device
         words = -(-grammars.vocabulary // 32)
-        # llguidance writes a set of all of its tokens, of which the tokenizer may have more.
-        room = max(words, self._words_of_tokens())
+        # llguidance writes sets of all of its tokens, of which the tokenizer may have more.
+        room = -(-grammars.tokens.vocab_size // 32)
         self._words = torch.full((slots, room), -1, dtype=torch.int32)
         self._needed = words
         self._no_ends = torch.full((room,), -1, dtype=torch.int32)
@@ -256,10 +256,6 @@ class GrammarMasks:
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
         self.seconds = {"made": 0.0, "waited": 0.0}
-
-    def _words_of_tokens(self) -> int:
-        matcher = next(iter(self._matchers.values()), None)
-        return 0 if matcher is None else -(-len(matcher.compute_bitmask()) // 4)
 
     def begin(self, drawing: Sequence[Drawing]) -> None:
         """Begins to make the sets from which the next tokens of samples are drawn."""

@@ -49,10 +49,10 @@ SCHEMAS: dict[str, Any] = {
 PROMPTS = [torch.arange(3, 3 + n) for n in (3, 7, 5, 9, 4)]
 
 
-def model() -> Any:
+def model(vocabulary: int = 300) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=2, max_position_embeddings=1024, eos_token_id=END, bos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -141,6 +141,17 @@ def test_choices_may_hold_tokens_that_were_added_to_the_vocabulary():
     assert {*texts(found)} == {"<tool_call>a", "b</tool_call>c<tool_call>"}
     literal = drawn({"regex": "<tool_call>a"}, max_new_tokens=9)
     assert literal.finish_reasons == ["grammar"] * 20
+
+
+@pytest.mark.parametrize("vocabulary", [256, 261, 288, 320])
+def test_a_model_may_have_more_logits_than_the_tokenizer_has_tokens_or_fewer(vocabulary):
+    params = SamplingParams(
+        max_new_tokens=9, n=3, seed=1, response_format={"regex": "[ab]{4}"}, eos_token_ids=[7],
+        policy_support="sampled",
+    )  # fmt: skip
+    found = RolloutEngine(model(vocabulary), TOKENIZER, max_slots=4).generate(PROMPTS, params)
+    assert all(re.fullmatch("[ab]{4}", TOKENIZER.decode(ids[:-1])) for ids in found.sequences)
+    assert {sets.vocabulary for sets in found.supports} == {vocabulary}
 
 
 def test_an_end_token_that_texts_hold_ends_them_where_they_are_complete():
