@@ -41,7 +41,7 @@ def figures(result: dict[str, Any]) -> str:
     head += ("mean ratio", "median", "outside [0.9, 1.1]")
     same = min(row["same_sets"] for row in result["ratios"])
     said = f"Ratios of a model with a vocabulary of {settings['vocabulary']}, {settings['width']} "
-    said += f"wide, of {settings['layers']} layers. Of the recorded sets at least {same:.1%} are "
+    said += f"wide, of {settings['layers']} layers. Of the recorded sets at least {same:.2%} are "
     said += "those that float64 takes."
     seeds = len({x["seed"] for x in result["curves"]})
     after = f"GRPO from there, {settings['steps']} steps of {settings['batch']} responses in groups"
@@ -55,7 +55,7 @@ def _ratios(result: dict[str, Any]) -> list[list[str]]:
     rows = []
     for row in result["ratios"]:
         first = [row["name"], str(row["tokens"]), f"{row['kept']:.3f}"]
-        for of in row["ratios"]:
+        for of in row["ratios"] if row["kept"] < 1 else row["ratios"][-1:]:  # else all are one
             over = [WORDS[of["sampler"]], WORDS[of["trainer"]]]
             taken = [f"{of['mean']:.3f}", f"{of['median']:.3f}", f"{of['outside']:.1%}"]
             rows.append([*first, *over, *taken])
