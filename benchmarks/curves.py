@@ -45,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def draw(folder: Path, plots: Path) -> None:
     """`demo.svg` of the newest result file, if there is one."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/*-{NAME}*.json"))]
-    if found:
-        newest = max(found, key=lambda result: (result["date"], result["time"]))
+    if (newest := results.newest_of(folder, NAME)) is not None:
         (plots / f"{NAME}.svg").write_text(curves(newest), encoding="utf-8")
 
 

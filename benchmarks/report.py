@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, curves, distilled_figures, old_results, predict
+from benchmarks import ROOT, curves, distilled_figures, old_results, predict, support_figures
 from benchmarks.cases import (
     OURS,
     Entry,
@@ -29,13 +29,12 @@ from benchmarks.cases import (
     spread,
     verdicts,
 )
-from benchmarks.markdown import table
+from benchmarks.markdown import BEGIN, END, filled, table
 from benchmarks.plots import plots
 from benchmarks.results import RESULTS, WAIT_POLICY, Result, device_of
 from benchmarks.terminal import compared, speeds
 from benchmarks.tunables import TUNABLES
 
-BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 PAGES = "README.md", "docs/benchmarks.md"  # with a short table, and with all of them
 TITLES = {
     "ppo": "A PPO iteration",
@@ -81,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
         sections.append(section(device, results, pictures))
     curves.draw(args.results, docs / "plots")
     distilled_figures.write(args.results, docs)
+    support_figures.write(args.results, docs)
     predict.fill_file(args.results)
     predicted = predict.section(predict.read(args.results / predict.FILE))
     parts = [missing(devices), *sections, predicted]
     figures = (brief(devices), "\n\n".join(part for part in parts if part))
     for (path, text), written in zip(pages.items(), figures, strict=True):
-        before, rest = text.split(BEGIN, 1)
-        path.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.split(END, 1)[1]}")
+        path.write_text(filled(text, written))
     (args.root / "benchmarks" / "NOTES.md").write_text(notes_on_tunables(devices))
     return 0
 

@@ -126,3 +126,10 @@ def save(result: Result, folder: Path, saved: Path | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def newest_of(folder: Path, benchmark: str) -> Result | None:
+    """The newest result of a benchmark in the folder of all results; None where there is none."""
+    paths = sorted(folder.glob(f"*/*-{benchmark}*.json"))
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return max(found, key=lambda result: (result["date"], result["time"]), default=None)

@@ -229,7 +229,7 @@ def test_what_students_learned_is_written_from_the_file(checkout) -> None:
     docs = checkout.root / "docs"
     (docs / "plots").mkdir()
     page = docs / "distillation.md"
-    page.write_text(f"above\n{distilled_figures.BEGIN}\n{distilled_figures.END}\nbelow\n")
+    page.write_text(f"above\n{report.BEGIN}\n{report.END}\nbelow\n")
     write(checkout, a_result(), result)
     text = page.read_text()
     assert "| distillation, 0.001 | 0.150 (0.100 to 0.200) | 65% (50% to 80%) | 1.50 " in text

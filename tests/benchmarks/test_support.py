@@ -1,0 +1,59 @@
+"""The experiment on top-p and top-k samples, with a model of 203 words."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import report, support
+from benchmarks.support_figures import JUDGED
+
+TINY = {
+    "VOCABULARY": 203, "WIDTH": 16, "LAYERS": 1, "PROMPTS": 8, "HELD_OUT": 3, "SFT_BATCH": 4,
+    "BATCH": 4, "GROUP": 2, "MEASURED": 2,
+}  # fmt: skip
+
+
+def test_a_cut_keeps_what_its_definition_says() -> None:
+    p = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.25, 0.25, 0.25, 0.25], [0.9, 0.05, 0.03, 0.02]])
+    for cut, expected in (
+        ({"top_p": 0.6}, ["0110", "1111", "1000"]),  # of equal ones, all
+        ({"top_p": 0.8}, ["0111", "1111", "1000"]),
+        ({"top_k": 1}, ["0100", "1111", "1000"]),
+        ({"top_k": 3}, ["0111", "1111", "1110"]),
+        ({}, ["1111"] * 3),
+    ):
+        found = ["".join(map(str, row)) for row in support.kept(p, cut).int().tolist()]
+        assert found == expected, cut
+
+
+def test_the_experiment_runs_and_is_written(tmp_path: Path, monkeypatch) -> None:
+    for name, value in TINY.items():
+        monkeypatch.setattr(support, name, value)
+    docs, results = tmp_path / "docs", tmp_path / "results"
+    (docs / "plots").mkdir(parents=True)
+    page = docs / "policy_support.md"
+    page.write_text(f"above\n{report.BEGIN}\n{report.END}\nbelow\n")
+    told = ["--folder", str(tmp_path / "runs"), "--sft-steps", "2", "--steps", "2", "--every", "1"]
+    told += ["--seeds", "0", "1", "--results", str(results), "--docs", str(docs)]
+    assert command.main(["support", *told]) == 0
+
+    (path,) = results.glob("*/*-support.json")
+    result = json.loads(path.read_text())
+    for row in result["ratios"]:
+        over_all, over_sets, plain = row["ratios"]
+        assert over_all["mean"] == pytest.approx(row["kept"], abs=1e-5)
+        for ratio in (over_sets, plain):
+            assert ratio["farthest"] < 1e-4
+    curves = {(x["cut"], x["support"], x["seed"]): x["rows"] for x in result["curves"]}
+    assert len(curves) == 2 * 2 * 2
+    for rows in curves.values():
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert rows[0]["kl"] == 0 < rows[-1]["kl"]
+    text, drawn = page.read_text(), (docs / "plots" / "support.svg").read_text()
+    for row in result["ratios"]:
+        assert f"| {row['name']} | {row['tokens']} | {row['kept']:.3f} |" in text
+    assert (text[:6], text[-6:]) == ("above\n", "below\n")
+    assert drawn.count('fill="none"') == len(JUDGED) * len(curves), "a curve of each seed"
