@@ -303,7 +303,7 @@ def test_classic_generate_keeps_the_checkpoints_settings():
 def test_a_temperature_of_classic_generate_acts_on_the_draw_alone():
     trainer = trainer_of(plain())
     prompts = tiny_models.prompts(5, 3, 7, 2)
-    with pytest.warns(UserWarning, match=r"generate: temperature=0.5.*PPOConfig.temperature"):
+    with pytest.warns(UserWarning, match=r"temperature=0.5.*set the trainer's temperature"):
         responses = trainer.generate(
             prompts, return_prompt=False, max_new_tokens=4, **(NEUTRAL | {"temperature": 0.5})
         )

@@ -1,6 +1,7 @@
 """Learning over the sets that tokens were drawn from, behind every surface that samples them."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from fastrl import (
     DistillationConfig,
-    DistillationTrainer,
+    GenerateEngine,
     GRPOConfig,
     GRPOTrainer,
     PPOConfig,
     PPOTrainer,
     RLOOConfig,
     RLOOTrainer,
+    SamplingParams,
 )
 from fastrl.data.padding_free import PaddingFree
 from fastrl.models import AutoModelForCausalLMWithValueHead
@@ -167,7 +169,8 @@ def letters(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def group_trainer(
     folder: Path, made: Any = GRPOTrainer, config: Any = GRPOConfig, **settings: Any
 ) -> Any:
-    own = {name: settings.pop(name) for name in ("rollout_func", "peft_config") if name in settings}
+    names = ("rollout_func", "peft_config", "teacher_model")
+    own = {name: settings.pop(name) for name in names if name in settings}
     options = {"num_generations": 4, "max_completion_length": 5, "logging_steps": 1, "max_steps": 2}
     options |= {"policy_support": "sampled", **CUT}
     args = config(output_dir=str(folder), **{**ONE_STEP, **options, **settings})
@@ -341,15 +344,24 @@ def test_what_is_not_known_is_refused(tmp_path):
         group_trainer(tmp_path, repetition_penalty=1.2)
     with pytest.raises(ValueError, match="not known to own_loss"):
         group_trainer(tmp_path, OwnLoss)
-    data = Dataset.from_dict({"prompt": ["w3 w4"] * 8})
-    args = DistillationConfig(
-        output_dir=str(tmp_path), policy_support="sampled", max_completion_length=4, **ONE_STEP
-    )
+    with pytest.raises(ValueError, match="not supported by DistillationConfig"):
+        DistillationConfig(output_dir=str(tmp_path), policy_support="sampled", **ONE_STEP)
     with pytest.raises(ValueError, match="not known to teachers"):
-        DistillationTrainer(
-            peaked(), args=args, train_dataset=data, processing_class=tiny.tokenizer(),
-            teacher_model=tiny_models.language_model(),
+        group_trainer(tmp_path, teacher_model=tiny_models.language_model(), teacher_kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"typical_p=0\.5 changes .* by more than leaving"):
+        ppo().train(
+            letters, prompts=["w3 w4"] * 4, steps=1,
+            generation_kwargs={"max_new_tokens": 3, "typical_p": 0.5},
         )  # fmt: skip
+    rollout = ppo().rollouts.sample(PROMPTS, {"max_new_tokens": 6, **CUT})
+    with pytest.raises(ValueError, match="log-probs are over the sets that tokens were drawn from"):
+        ppo(policy_support="full").step(PROMPTS, rollout.sequences, SCORES, rollout=rollout)
+    wrong = replace(rollout, supports=[rollout.supports[0]] * 4)
+    with pytest.raises(ValueError, match=r"rollout.supports\[1\] has"):
+        ppo().step(PROMPTS, rollout.sequences, SCORES, rollout=wrong)
+    params = SamplingParams(policy_support="sampled")
+    with pytest.raises(ValueError, match="policy_support='sampled' needs a RolloutEngine"):
+        GenerateEngine(peaked(), tiny.tokenizer()).generate(PROMPTS, params)
     with pytest.raises(ValueError, match="unknown policy_support 'some': choose one of full"):
         PPOConfig(policy_support="some")
 

@@ -71,7 +71,7 @@ def logprobs(model: Any, of: Samples, i: int) -> Tensor:
     dtype."""
     ids = torch.cat([of.prompt_ids[i], of.sequences[i]])
     logits = model(ids[None]).logits[0, len(of.prompt_ids[i]) - 1 : -1]
-    if of.supports is not None:
+    if getattr(of, "supports", None) is not None:
         logits = logits.masked_fill(~of.supports[i].mask(), -torch.inf)
     return logits.log_softmax(-1).gather(1, of.sequences[i][:, None])[:, 0]
 
