@@ -326,6 +326,8 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "grpo": lambda: done(online, GRPOTrainer, GRPOConfig, beta=0.1, num_iterations=2,
      learning_rate=0.01),
+    "grpo, over the sets of its draws": lambda: done(online, GRPOTrainer, GRPOConfig, beta=0.1,
+     num_iterations=2, learning_rate=0.01, policy_support="sampled", top_p=0.8, top_k=30),
     # In some steps one process alone draws others.
     "grpo, other groups for those without spread": lambda: done(online, GRPOTrainer, GRPOConfig,
      reward=flat_here_and_there, dynamic_sampling_rounds=2, learning_rate=0.01),

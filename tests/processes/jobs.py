@@ -187,6 +187,7 @@ def policy_gradient(
     reward: Any = reward,
     prompts: Any = PROMPTS,
     trainer: PPOTrainer | None = None,
+    sampling: Any = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Three steps of PPO on samples of uneven lengths, whose prompts are a list or a data set."""
@@ -195,7 +196,8 @@ def policy_gradient(
     result = trainer.train(
         reward, **{"prompts" if isinstance(prompts, list) else "dataset": prompts},
         eval_prompts=PROMPTS[:5], steps=3,
-        generation_kwargs={"max_new_tokens": 9}, progress=False, callbacks=[keeper],
+        generation_kwargs={"max_new_tokens": 9, **(sampling or {})}, progress=False,
+        callbacks=[keeper],
     )  # fmt: skip
     return {
         "weights": weights_of(trainer._unwrapped),
@@ -250,6 +252,9 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "grpo": lambda: policy_gradient(advantage="grpo", group_size=4, kl_in="loss"),
     "grpo, in passes of few tokens": lambda: policy_gradient(
         advantage="grpo", group_size=4, micro_batch_tokens=24
+    ),
+    "ppo, over the sets of its draws": lambda: policy_gradient(
+        sampling={"top_p": 0.8, "min_new_tokens": 2}, policy_support="sampled"
     ),
     "grpo, groups without spread replaced": resampled,
     "grpo, nemotron_h": lambda: policy_gradient(trainer=_in_groups("nemotron_h")),
