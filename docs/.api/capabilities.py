@@ -37,6 +37,7 @@ _NO_REWARDS = "*nothing is rewarded*"
 _ANNOTATORS = "*the annotator judges*"
 _NO_RATIO = "*preferences have no ratio to a sampler, and PPO's ratio is per token*"
 _SCORES = "*responses are scored as a whole*"
+_OF_PARAMS = "in an engine's `SamplingParams`"
 _WHOLE = "*log-probs are over the whole vocabulary*"
 _NO_DROPOUT = "*always off, so that ratios to the sampling policy stay exact*"
 _OWN = "`register_policy_loss`, `group_advantage`"
@@ -232,6 +233,11 @@ CAPABILITIES = (
             "teachers": "`replay_routing` (not `GKDTrainer`)",
             **_SAMPLED_BY_NONE,
         },
+    ),
+    Capability(
+        "responses of a given form",
+        ("response_format",),
+        {"align": _OF_PARAMS, **_SAMPLED_BY_NONE},
     ),
     Capability(
         "log-probs over what each token was drawn from",

@@ -293,7 +293,7 @@ def test_settings_of_a_file_are_told_by_the_configurations_that_the_program_read
     script.write_text(PARSED)
     settings.write_text(
         "# all of it\nbeta: 0.1\nown: 2\nuse-vllm: true\ntorch_dtype: auto\nmax_seq_length: 8\n"
-        "vllm_structured_outputs_regex: x\nenv: {A: b}\n"
+        "chat_template_path: x\nenv: {A: b}\n"
     )
     assert main(["migrate", str(script), str(settings)]) == 1
     said = capsys.readouterr().out.splitlines()
@@ -302,7 +302,7 @@ def test_settings_of_a_file_are_told_by_the_configurations_that_the_program_read
         ["4", "GRPOConfig(use_vllm=)", "changes nothing"],
         ["5", "ModelConfig(torch_dtype=)", "renamed"],
         ["6", "GRPOConfig(max_seq_length=)", "not there"],
-        ["7", "GRPOConfig(vllm_structured_outputs_regex=)", "refused"],
+        ["7", "GRPOConfig(chat_template_path=)", "refused"],
     ]
     assert main(["migrate", str(script), str(settings), "--all"]) == 1
     assert "c.yaml:2: GRPOConfig(beta=): as it is" in capsys.readouterr().out

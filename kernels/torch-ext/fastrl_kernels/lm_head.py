@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ._cpu.row_chunks import FLOOR, blocks, rows_at_a_time
+from ._cpu.row_chunks import FLOOR, LEAST, NOTHING, blocks, rows_at_a_time
 from .checks import (
     check_count,
     check_device,
@@ -34,7 +34,6 @@ from .workspace import KEPT_BYTES, result_like
 
 COLUMNS, FEWEST_COLUMNS = 8192, 1024  # columns of the vocabulary at a time, unless all
 _ROW_STEP = 16  # the rows of a chunk are a multiple of it
-_LEAST, _NOTHING = -87.0, 2e-38  # exp(-87) = 1.6e-38, which no smaller normal number is near
 _TILE = 256  # on a GPU chunks have multiples of it in rows and columns, as its products have tiles
 # Bytes of logits at a time. Less on a CPU, where a chunk should fit in a cache, and memory is kept
 # for the next call.
@@ -315,14 +314,14 @@ def _shifted(
     """z - max z. -inf, of tokens that a bias masks out, becomes FLOOR, so that exp(d)·d is 0; where
     rows are ``cut`` the lowest number of which `_exp` is fast."""
     d = torch.sub(x, row_max[:, None], out=out[: len(x)])
-    return _times_(d, transform.outer, temperature).clamp_(min=_LEAST if cut else FLOOR)
+    return _times_(d, transform.outer, temperature).clamp_(min=LEAST if cut else FLOOR)
 
 
 def _exp(d: Tensor, out: Tensor, cut: bool) -> Tensor:
     """exp(d), and 0 for the lowest numbers of rows that are ``cut``. MKL takes up to 150 times as
     long for exponentials that underflow, which in these rows are nearly all."""
     torch.exp(d, out=out)  # it may be what d was made of
-    return torch.threshold_(out, _NOTHING, 0.0) if cut else out
+    return torch.threshold_(out, NOTHING, 0.0) if cut else out
 
 
 def _statistics(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._cpu.row_chunks import FLOOR
+from ._cpu.row_chunks import FLOOR, exponentials_of
 from ._cpu.top_p import tempered
 from .argument_types import explains_types
 from .dispatch import choose
@@ -41,7 +41,7 @@ def _sample_rows(
     padded = memory.flatten(2)  # the last part may reach past the row: its weights there are 0
     padded[:, :, vocabulary:] = 0.0
     d, weights, kept = padded[:, :, :vocabulary]
-    torch.exp(tempered(torch.sub(x, row_max, out=d), p.temperature), out=weights)
+    exponentials_of(tempered(torch.sub(x, row_max, out=d), p.temperature), weights)
     cutoff = torch.full_like(row_max, -_INF)
     if truncated:
         lowest = lowest_kept(x, weights, row_max, p, d).clamp_(min=LOWEST)
@@ -60,7 +60,7 @@ def _sample_rows(
     at_one = x.gather(-1, column) - row_max
     at = tempered(at_one.clone(), p.temperature) - log_sum
     if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
-        torch.sub(x, row_max, out=d).exp_().mul_(kept)
+        exponentials_of(torch.sub(x, row_max, out=d), d).mul_(kept)
         log_sum_t1 = padded[0].sum(-1, keepdim=True).log()
     d = tempered(torch.sub(x, row_max, out=d), p.temperature).clamp_(min=FLOOR)
     mean = d.mul_(weights).sum(-1, keepdim=True) / total

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._cpu.row_chunks import FLOOR, rows_at_a_time
+from ._cpu.row_chunks import FLOOR, exponentials_of, rows_at_a_time
 from ._cpu.top_p import MANY, last_below, lowest_by_buckets, tempered
 from .argument_types import explains_types
 from .checks import Passed, check_float, check_per_token, is_plain, layout
@@ -103,9 +103,9 @@ def _sample_rows(
     torch.sub(x, row_max, out=d[:, :vocabulary])
     log_sum_t1 = None
     if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
-        log_sum_t1 = torch.exp(d, out=e).sum(-1, keepdim=True).log()
+        log_sum_t1 = exponentials_of(d, e).sum(-1, keepdim=True).log()
         tempered(d, p.temperature)
-    torch.exp(d, out=e)  # not torch.softmax, which adds a row up one after the other
+    exponentials_of(d, e)  # not torch.softmax, which adds a row up one after the other
     sums = memory[1].sum(-1)
     total = sums.sum(-1, keepdim=True)
     log_sum = total.log()
