@@ -255,6 +255,16 @@ def test_sets_are_saved_with_the_samples(tmp_path):
         assert torch.equal(x.mask(), y.mask())
 
 
+def test_a_plan_says_what_sets_take(tmp_path):
+    """Words of 32 tokens, for each token of a generation, and of eight decode steps in slots."""
+    trainer = group_trainer(tmp_path, rollout_slots=8)
+    notes = " ".join(trainer.plan(6, 5).guesses)
+    assert "at most 16 bytes of host memory for each token" in notes
+    assert f"{16 * 8 * 8} on the device" in notes
+    notes = " ".join(ppo(rollout_slots=8).plan(6, 5).guesses)
+    assert f"{16 * 8 * 8} on the device" in notes
+
+
 # Another engine.
 
 
