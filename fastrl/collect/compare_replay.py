@@ -120,7 +120,7 @@ def recorded_rollout(
     if again is not None and supports is not None:
         drawn = zip(rows, again.sequences, supports, strict=True)
         for i, (row, sequence, sets) in enumerate(drawn):
-            if row["completion_ids"] != sequence.tolist() or row["support"] != hash_of(sets):
+            if row["completion_ids"] != sequence.tolist() or row.get("support") != hash_of(sets):
                 raise ValueError(
                     f"sample {i} was drawn from sets that are not known here: drawn again for "
                     "them, it is not what was recorded; replay where the run was done, or a step "

@@ -59,14 +59,16 @@ class NonFiniteNumbers:
         self._kind, self._decode, self._counts = on_nonfinite, decode, counts
         self._warned: set[str] = set()
 
-    def samples(self, which: Sequence[int], name: Callable[[int], str]) -> None:
-        """Warns of samples, by index, that ended in NaN logits; ``name`` names a sample's prompt.
+    def samples(
+        self, which: Sequence[int], name: Callable[[int], str], cause: str = "NaN logits"
+    ) -> None:
+        """Warns of samples, by index, that ended for a ``cause``; ``name`` names a sample's prompt.
 
         Raises:
             FloatingPointError: with "raise".
         """
         shown = _shown([(i, f"prompt {_short(name(i))}") for i in which[:3]], len(which))
-        message = f"NaN logits in {len(which)} sample(s) of the rollout: {shown}"
+        message = f"{cause} in {len(which)} sample(s) of the rollout: {shown}"
         if self._kind == "raise":
             raise FloatingPointError(f"{message}: nothing has changed")
         self._warn("rollout", message, statistic="ppo/nan_samples")
@@ -193,6 +195,11 @@ class NonFiniteNumbers:
         warnings.warn(f"{message}: {treated}, as any later ones will be{counted}", stacklevel=5)
 
 
+def is_lost(reason: str, tokens: int) -> bool:
+    """Whether nothing can be learned from a response of so many tokens, by why it ended."""
+    return reason == "nan" or (reason == "grammar" and not tokens)
+
+
 def samples_left_out(
     rollout: Samples,
     nonfinite: NonFiniteNumbers,
@@ -205,15 +212,14 @@ def samples_left_out(
     Raises:
         FloatingPointError: one did, and ``nonfinite`` raises; or all did, and there is one process.
     """
-    which = [
-        i
-        for i, reason in enumerate(rollout.finish_reasons)
-        if reason == "nan" or (reason == "grammar" and not len(rollout.sequences[i]))
-    ]
+    ended = zip(rollout.finish_reasons, rollout.sequences, strict=True)
+    which = [i for i, (reason, tokens) in enumerate(ended) if is_lost(reason, len(tokens))]
     if processes.count == 1:  # other processes may have samples left
         check_a_sample_is_left(len(which), len(rollout.finish_reasons))
     if which:
-        nonfinite.samples(which, name)
+        broken = any(rollout.finish_reasons[i] == "nan" for i in which)
+        cause = "NaN logits" if broken else "no first token that the response format allows"
+        nonfinite.samples(which, name, cause)
     return which
 
 

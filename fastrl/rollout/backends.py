@@ -152,7 +152,6 @@ class EngineBackend(RolloutBackend):
         params = replace(params, n=request.samples, seed=request.seed)
         if not request.reference:
             params = replace(params, policy_support=self.policy_support)
-        if not request.reference:
             engine.expect(self._expected)
         return engine.generate(request.prompts, params, request.sample_ids)
 
@@ -191,16 +190,11 @@ class EngineBackend(RolloutBackend):
     def _check_kept(self, cause: str) -> None:
         """Raises ValueError where experts or sets are to be kept and ``model.generate`` runs the
         model."""
-        kept = {"replay_routing": self.options["keep_experts"], _SAMPLED: self._keeps_supports}
-        for name in (name for name, is_kept in kept.items() if is_kept):
+        if name := _kept(self.options["keep_experts"], self.policy_support):
             raise ValueError(
                 f"{name} needs the rollout engine, which does not run here, as {cause}: leave one "
                 "of the two out"
             )
-
-    @property
-    def _keeps_supports(self) -> bool:
-        return self.policy_support == SAMPLED
 
     def _warn(self, argument: str, by_the_user: bool) -> None:
         if argument not in self._warned:
@@ -213,7 +207,13 @@ class EngineBackend(RolloutBackend):
             )
 
 
-_SAMPLED = "policy_support='sampled'"
+def _kept(keep_experts: bool, policy_support: str) -> str | None:
+    """The setting because of which results have more than ``model.generate`` returns."""
+    if keep_experts:
+        return "replay_routing"
+    return "policy_support='sampled'" if policy_support == SAMPLED else None
+
+
 _INSTEAD = {  # what the engine has in place of an argument, for the warning
     "stop_strings": "; it knows stop=[[13, 198], ...], the token ids that end a response, such as "
     "[tokenizer.encode(text, add_special_tokens=False)]"
@@ -246,9 +246,6 @@ def make_backend(
     """
     if config.rollout_backend == "engine":
         return EngineBackend(config, tokenizer, autocast, process, keep_experts, policy_support)
-    for name, kept in (("replay_routing", keep_experts), (_SAMPLED, policy_support == SAMPLED)):
-        if kept:
-            raise ValueError(
-                f"{name} needs rollout_backend='engine': set that, or leave {name} out"
-            )
+    if name := _kept(keep_experts, policy_support):
+        raise ValueError(f"{name} needs rollout_backend='engine': set that, or leave {name} out")
     return GenerateBackend(tokenizer, autocast, process)

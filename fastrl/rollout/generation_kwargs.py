@@ -6,11 +6,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from fastrl.config import SAMPLED
 from fastrl.models.utils import base_of
 from fastrl.rollout.sampling_params import PROCESSORS, TRUNCATIONS, SamplingParams
 from fastrl.settings import is_number
@@ -230,16 +231,22 @@ def changes_of_the_draw(
     return changes
 
 
-GREEDY = Change("do_sample", False, True, "")
+def unknown_changes(changes: Iterable[Change], policy_support: str) -> list[Change]:
+    """The changes of a draw that log-probs have no part in: all, or with sets those that do more
+    than leave out tokens."""
+    known = CUTS if policy_support == SAMPLED else ()
+    return [change for change in changes if change.name not in known]
 
 
-def refusal_of(changes: Sequence[Change]) -> str:
-    """Says that sets of tokens have no part in what changes the draw."""
-    return (
-        f"policy_support='sampled': {', '.join(map(_shown, changes))} changes what tokens are "
-        "drawn from by more than leaving some out: leave out "
-        f"{', '.join(change.name for change in changes)}, or set policy_support='full'"
-    )
+def refuse_unknown(changes: Iterable[Change], policy_support: str) -> None:
+    """Raises ValueError for changes that no set can say, where log-probs are over sets."""
+    unknown = unknown_changes(changes, policy_support)
+    if unknown and policy_support == SAMPLED:
+        raise ValueError(
+            f"policy_support='sampled': {', '.join(map(_shown, unknown))} changes what tokens are "
+            "drawn from by more than leaving some out: leave out "
+            f"{', '.join(change.name for change in unknown)}, or set policy_support='full'"
+        )
 
 
 def warning_of(changes: Sequence[Change], temperature: float) -> str:

@@ -81,12 +81,14 @@ def checked_format(given: Any, name: str = "response_format") -> ResponseFormat 
 
 
 def _of_openai(given: dict[str, Any], name: str) -> dict[str, Any] | None:
-    kind = given.pop("type", None) if not {*_FORMS} & {*given} - {"json_schema"} else None
-    if kind is None or kind == "text":
-        return None if kind == "text" else given
+    """A format without the type that OpenAI's API has; None for text."""
+    if "type" not in given:
+        return given
+    kind, inner = given["type"], given.get("json_schema")
+    if kind == "text":
+        return None
     if kind == "json_object":
         return {"json_schema": {"type": "object"}}
-    inner = given.get("json_schema")
     if kind == "json_schema" and isinstance(inner, Mapping) and "schema" in inner:
         return {"json_schema": inner["schema"]}
     raise ValueError(
@@ -161,7 +163,7 @@ class Grammars:
         return self._prototypes[key].deep_copy()
 
     def _compiled(self, given: ResponseFormat) -> Any:
-        shown = f"response_format {key_of(given)!r:.120}"
+        shown = f"response_format {_in_short(given)!r:.120}"
         matcher = self.library.LLMatcher
         try:
             if "json_schema" in given:
@@ -186,7 +188,7 @@ class Grammars:
         return made
 
 
-def key_of(given: ResponseFormat) -> str:
+def _in_short(given: ResponseFormat) -> str:
     """A format as a short text, for messages."""
     (form,) = (form for form in _FORMS if form in given)
     return f"{form}: {json.dumps(given[form])}"

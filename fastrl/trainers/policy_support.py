@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastrl.config import SAMPLED
-from fastrl.rollout.generation_kwargs import CUTS, changes_of_the_draw, refusal_of, warning_of
+from fastrl.rollout.generation_kwargs import (
+    changes_of_the_draw,
+    refuse_unknown,
+    unknown_changes,
+    warning_of,
+)
 from fastrl.rollout.grammars import check_format
 from fastrl.rollout.sampling_params import end_tokens
 
@@ -43,10 +48,7 @@ def check_draws(args: Any, model: Any, stacklevel: int) -> None:
         ValueError: such settings beside ``policy_support="sampled"``.
     """
     changes = changes_of_the_draw(args.generation_arguments, model, args.temperature)
-    over_sets = args.policy_support == SAMPLED
-    known = CUTS if over_sets else ()
-    changes = [change for change in changes if change.name not in known and not change.origin]
-    if changes and over_sets:
-        raise ValueError(refusal_of(changes))
-    if changes:
-        warnings.warn(warning_of(changes, args.temperature), stacklevel=stacklevel + 1)
+    changes = [change for change in changes if not change.origin]
+    refuse_unknown(changes, args.policy_support)
+    if unknown := unknown_changes(changes, args.policy_support):
+        warnings.warn(warning_of(unknown, args.temperature), stacklevel=stacklevel + 1)

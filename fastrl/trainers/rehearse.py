@@ -51,6 +51,11 @@ _NOT_REHEARSED: dict[str, Any] = {
     **dict.fromkeys(("eos_token", "pad_token", "chat_template_path")),  # of the run's tokenizer
     **dict.fromkeys(f"teacher_model_{x}" for x in ("name_or_path", "revision", "init_kwargs")),
 }
+# Of responses that a rehearsal does not draw, with a tokenizer of its own and without tools.
+_ANY_TEXT: dict[str, Any] = {
+    **{"policy_support": FULL, "tool_choice": "auto"},
+    **dict.fromkeys(("response_format", "vllm_structured_outputs_regex")),
+}
 # Settings of a rehearsal of PPO: nothing acts outside of this process, a critic is built, not read,
 # and learns from the first step on with the policy, and nothing is taken over from rollouts.
 _NOT_OF_PPO: dict[str, Any] = {
@@ -58,7 +63,8 @@ _NOT_OF_PPO: dict[str, Any] = {
     **dict.fromkeys(("teacher_model", "teacher_model_init_kwargs")),
     **{"push_to_hub_if_best_kwargs": {}, "optimize_device_cache": False},
     **{"old_logprobs": "recompute", "sampler_correction": "off"},
-    **{"critic_warmup_steps": 0, "replay_routing": False, "policy_support": FULL},
+    **{"critic_warmup_steps": 0, "replay_routing": False},
+    **{"policy_support": FULL, "response_format": None},
 }
 # For samples that are not rehearsed: a position's ids, masks, log-probs, advantages and so on.
 _BYTES_PER_POSITION = 60
@@ -331,7 +337,8 @@ def _online(
         generation_batch_size=None,
         max_completion_length=response,
         replay_routing=False,
-        policy_support=FULL,
+        **_ANY_TEXT,
+        generation_kwargs=_of_any_text(args.generation_kwargs),
         **changed,
     )
     options = {"autocast": trainer.accelerator.autocast, "max_slots": args.rollout_slots}
@@ -410,6 +417,12 @@ def _teachers(trainer: Any) -> dict[str, Any]:
     models = trainer.teaching.models
     skeletons = {name: planned(reference) for name, reference in models.references.items()}
     return {**skeletons, **dict.fromkeys(models.functions, likeliest)}
+
+
+def _of_any_text(generation_kwargs: Any) -> dict[str, Any]:
+    """Arguments of ``generate`` without what a rehearsal's tokenizer cannot say."""
+    arguments = parse_json("generation_kwargs", generation_kwargs)
+    return {name: x for name, x in arguments.items() if name != "response_format"}
 
 
 def _note_supports(stage: Stage) -> None:

@@ -20,7 +20,7 @@ from tests.kernels.test_import import python
 
 HIDDEN, VOCABULARY = 8, 37
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Whose whole work is one operator, so that Triton's kernels run in compiled code as well.
+# Whose whole work is one operator, or two, so that Triton's kernels run in compiled code as well.
 OPERATORS = {
     "full_kl", "linear_kl", "linear_kl_loss", "linear_logprobs", "linear_nll_loss",
     "linear_ppo_loss", "linear_sample", "sample_keys", "sample_tokens", "sample_with_support",

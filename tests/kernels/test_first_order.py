@@ -27,7 +27,7 @@ PLAIN = {*ops.preference.__all__, "merge_moments"}
 # Results that are not differentiable.
 CONSTANT = {
     "advance_slots", "decode_attention", "linear_sample", "masked_moments", "rms_norm",
-    "rotate_and_store", "sample_keys", "sample_tokens", "swiglu",
+    "rotate_and_store", "sample_keys", "sample_tokens", "sample_with_support", "swiglu",
 }  # fmt: skip
 FUSED = [case for case in CASES if op_of(case) not in PLAIN | CONSTANT]
 RUNS = [(case, "torch") for case in FUSED]

@@ -64,7 +64,6 @@ OPCHECKS: dict[str, set[str]] = {
     "linear_sample with everything": {"linear_sample", "sample_keys"},
     "sample_keys tensors": {"sample_keys"},
     "sample_tokens tensors": {"sample_keys", "sample_tokens"},
-    "sample_with_support tensors": {"sample_keys", "sample_with_support"},
     "token_logprobs": {"checked_labels", "token_logprobs", "token_logprobs_backward"},
     "token_logprobs entropy": {"checked_labels", "token_logprobs", "token_logprobs_backward"},
 }

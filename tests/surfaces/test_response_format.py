@@ -134,6 +134,35 @@ def test_what_cannot_be_honoured_is_named_before_training(tmp_path):
         make(tmp_path, tool_choice="required")
 
 
+def test_a_plan_needs_neither_the_form_nor_the_tools(tmp_path):
+    """A rehearsal has a tokenizer of its own."""
+    form = {"regex": "[ab]{5}"}
+    settings = {"response_format": form, "tool_choice": "required", "tools": [multiply]}
+    assert make(tmp_path, **settings).plan(6, 5).peak > 0
+    by_name = make(tmp_path, vllm_structured_outputs_regex="a")
+    assert by_name.plan(6, 5).peak > 0
+    groups = {"advantage": "grpo", "group_size": 2, "kl_in": "loss"}
+    config = PPOConfig(batch_size=2, response_format=form, policy_support="sampled", **groups)
+    assert PPOTrainer(config, CausalLMPolicy(model()), None, TOKENIZER).plan(6, 5).peak > 0
+
+
+def test_responses_without_a_first_token_are_left_out_by_their_reason(tmp_path):
+    barred = TOKENIZER.encode("a", add_special_tokens=False)
+    trainer = make(
+        tmp_path, response_format={"regex": "a|bc"}, max_steps=1, generation_kwargs={
+            "suppress_tokens": [*barred, *TOKENIZER.encode("c", add_special_tokens=False)],
+        },
+    )  # fmt: skip
+    trainer.train()  # each ends behind its first token
+    assert [len(x) for x in trainer._generations.buffer[0].sequences] == [1] * 4
+    lost = make(
+        tmp_path, response_format={"regex": "a"}, max_steps=1,
+        generation_kwargs={"suppress_tokens": barred},
+    )  # fmt: skip
+    with pytest.raises(FloatingPointError, match="no first token"):
+        lost.train()
+
+
 # Calls of tools.
 
 

@@ -18,6 +18,7 @@ from fastrl.collect.compare_replay import (
 )
 from fastrl.collect.respond import Asked, Sampled
 from fastrl.config import SAMPLED
+from fastrl.learn.nonfinite import is_lost
 from fastrl.run.ledger import PER_FUNCTION
 from fastrl.samples import Samples
 from fastrl.trainers.groups.online import OnlineTrainer
@@ -100,7 +101,7 @@ class _GenerationWalk(LoopWalk):
             texts=texts,
             completions=list(texts),
             masks=recorded_masks(rows),
-            left_out=[row["finish_reason"] == "nan" for row in rows],
+            left_out=[is_lost(row["finish_reason"], len(row["completion_ids"])) for row in rows],
             rewards=column("reward"),
             rewards_by_function=by_function,
             token_rewards=[None] * len(rows),

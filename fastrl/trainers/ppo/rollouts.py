@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from fastrl.config import FULL, SAMPLED, PPOConfig
+from fastrl.config import FULL, PPOConfig
 from fastrl.data.batch import on_host
 from fastrl.data.prompt_ids import check_tensors
 from fastrl.learn.old_logprobs import known_of
@@ -26,14 +26,13 @@ from fastrl.models.sharding import whole_weights
 from fastrl.rollout import sampling_params
 from fastrl.rollout.backends import Request, make_backend
 from fastrl.rollout.generation_kwargs import (
-    CUTS,
-    GREEDY,
     Change,
     changes_of_the_draw,
     check_names,
     is_sampled,
     policy_kwargs,
-    refusal_of,
+    refuse_unknown,
+    unknown_changes,
     unpacked,
     warning_of,
 )
@@ -341,7 +340,9 @@ class SamplingArguments:
             ValueError: another temperature.
         """
         kwargs = policy_kwargs({**self.defaults, **arguments}, self.model, self.temperature)
-        self._warn("generation_kwargs", changes_of_the_draw(kwargs, self.model, self.temperature))
+        changes = changes_of_the_draw(kwargs, self.model, self.temperature)
+        refuse_unknown(changes, self.policy_support)
+        self._warn("generation_kwargs", changes)
         return kwargs
 
     def of_training(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,7 +355,7 @@ class SamplingArguments:
         kwargs = self.of_the_policy(arguments)
         sampling_params(kwargs, self.model)
         if not kwargs["do_sample"]:
-            self._warn("generation_kwargs", [GREEDY])
+            self._warn("generation_kwargs", [Change("do_sample", False, True, "")])
         return kwargs
 
     def of_generate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,13 +369,10 @@ class SamplingArguments:
 
     def _warn(self, where: str, changes: Iterable[Change], stacklevel: int = 4) -> None:
         """Warns of changes that log-probs have no part in, once of each argument."""
-        over_sets = self.policy_support == SAMPLED
-        known = {*self._warned, *(CUTS if over_sets else ())}
-        new = [change for change in changes if change.name not in known]
+        unknown = unknown_changes(changes, self.policy_support)
+        new = [change for change in unknown if change.name not in self._warned]
         if not new:
             return
-        if over_sets and where == "generation_kwargs" and new != [GREEDY]:
-            raise ValueError(refusal_of(new))
         self._warned |= {change.name for change in new}
         warnings.warn(f"{where}: {warning_of(new, self.temperature)}", stacklevel=stacklevel)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from ._cpu.row_chunks import FLOOR, exponentials_of
 from ._cpu.top_p import tempered
 from .argument_types import explains_types
 from .dispatch import choose
-from .operators import joined, new, operator, split
 from .sampling import (
     check_draw,
     check_values,
@@ -62,8 +60,9 @@ def _sample_rows(
     if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
         exponentials_of(torch.sub(x, row_max, out=d), d).mul_(kept)
         log_sum_t1 = padded[0].sum(-1, keepdim=True).log()
-    d = tempered(torch.sub(x, row_max, out=d), p.temperature).clamp_(min=FLOOR)
-    mean = d.mul_(weights).sum(-1, keepdim=True) / total
+    tempered(torch.sub(x, row_max, out=d), p.temperature).clamp_(min=FLOOR)
+    # Over the parts as they are, as ``sample_tokens`` adds up: for the same bits.
+    mean = padded[0].mul_(padded[1]).sum(-1, keepdim=True) / total
     sound = (total > 0) & (row_max > -_INF)
     drawn = of_sound(sound, column, [at, at_one - log_sum_t1, at, cutoff, log_sum - mean])
     return *drawn, packed(x >= torch.where(sound, lowest, _INF))
@@ -84,44 +83,14 @@ def _by_two_draws(
 def _run(
     logits: Tensor, keys: Tensor, p: SamplingParameters, backend: str
 ) -> tuple[SampledTokens, Tensor]:
-    if backend == "triton":
+    # In traced code two draws are two operators, and need none of their own.
+    if backend == "triton" or torch.compiler.is_compiling():
         return _by_two_draws(logits, keys, p, backend)
     if logits.device.type == "cpu":
         check_values(p)
     drawn, words = in_chunks(_sample_rows, logits, keys, p, buffers=3)
     assert words is not None
     return drawn, words
-
-
-@operator()
-def _sample_with_support(
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor | None,
-    temperature_number: float,
-    top_k: Tensor | None,
-    top_k_number: int,
-    top_p: Tensor | None,
-    top_p_number: float,
-    min_p: Tensor | None,
-    min_p_number: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parameters = SamplingParameters(
-        joined(temperature, temperature_number),
-        joined(top_k, top_k_number),
-        joined(top_p, top_p_number),
-        joined(min_p, min_p_number),
-    )
-    drawn, words = _run(logits, keys, parameters, backend)
-    return *drawn, words  # type: ignore[return-value]
-
-
-@_sample_with_support.register_fake
-def _(logits: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    n, vocabulary = logits.shape
-    words = logits.new_empty(n, -(-vocabulary // 32), dtype=torch.int32)
-    return torch.empty_like(keys), *(new(logits, n) for _ in range(5)), words
 
 
 @explains_types
@@ -162,8 +131,4 @@ def sample_with_support(
     chosen = choose(backend, logits)
     keys = keys if keys.dtype == torch.int64 else keys.view(torch.int64)
     with torch.no_grad():
-        if not torch.compiler.is_compiling():
-            return _run(logits, keys, parameters, chosen)
-        parts = (part for x in parameters for part in split(x))
-        *drawn, words = _sample_with_support(logits, keys, *parts, chosen)
-        return SampledTokens(*drawn), words
+        return _run(logits, keys, parameters, chosen)
