@@ -195,6 +195,9 @@ class NonFiniteNumbers:
         warnings.warn(f"{message}: {treated}, as any later ones will be{counted}", stacklevel=5)
 
 
+_NO_FIRST_TOKEN = "no first token that the response format allows"
+
+
 def is_lost(reason: str, tokens: int) -> bool:
     """Whether nothing can be learned from a response of so many tokens, by why it ended."""
     return reason == "nan" or (reason == "grammar" and not tokens)
@@ -215,22 +218,27 @@ def samples_left_out(
     ended = zip(rollout.finish_reasons, rollout.sequences, strict=True)
     which = [i for i, (reason, tokens) in enumerate(ended) if is_lost(reason, len(tokens))]
     if processes.count == 1:  # other processes may have samples left
-        check_a_sample_is_left(len(which), len(rollout.finish_reasons))
+        check_a_sample_is_left(len(which), len(rollout.finish_reasons), rollout.finish_reasons)
     if which:
         broken = any(rollout.finish_reasons[i] == "nan" for i in which)
-        cause = "NaN logits" if broken else "no first token that the response format allows"
-        nonfinite.samples(which, name, cause)
+        nonfinite.samples(which, name, "NaN logits" if broken else _NO_FIRST_TOKEN)
     return which
 
 
-def check_a_sample_is_left(left_out: int, count: int) -> None:
-    """Raises FloatingPointError where all ``count`` samples of all processes ended in NaN logits:
-    ``left_out`` is the number of those that did."""
-    if left_out == count > 0:
+def check_a_sample_is_left(left_out: int, count: int, reasons: Sequence[str] = ()) -> None:
+    """Raises FloatingPointError where all ``count`` samples of all processes are lost: ``left_out``
+    is the number of those that are, ``reasons`` say why samples ended."""
+    if not left_out == count > 0:
+        return
+    if reasons and "nan" not in reasons:
         raise FloatingPointError(
-            f"all {count} samples of a rollout ended in NaN logits: the model is broken. Load a "
-            "sound checkpoint; where training broke it, lower learning_rate or set max_grad_norm"
+            f"{_NO_FIRST_TOKEN} in all {count} samples of a rollout: leave out what keeps those "
+            "that it allows from being drawn, such as suppress_tokens"
         )
+    raise FloatingPointError(
+        f"all {count} samples of a rollout ended in NaN logits: the model is broken. Load a "
+        "sound checkpoint; where training broke it, lower learning_rate or set max_grad_norm"
+    )
 
 
 def _shown(named: Sequence[tuple[int, str]], count: int) -> str:

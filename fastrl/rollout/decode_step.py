@@ -17,8 +17,12 @@ from fastrl.rollout.kv_cache import DEAD_END, KVCache, Slots, SlotState
 from fastrl.rollout.model_runner import ModelRunner
 from fastrl.rollout.sampling_params import SamplingParams
 from fastrl_kernels.advance_slots import advance
+from fastrl_kernels.logprob import figures_of
 from fastrl_kernels.rng import token_keys
+from fastrl_kernels.token_sets import unpacked
 from fastrl_kernels.types import EOS, RUNNING, STOP
+
+_CUTS = ("temperature", "top_k", "top_p", "min_p")
 
 
 class LogitsProcessors(NamedTuple):
@@ -133,9 +137,11 @@ class DrawFromLogits:
         self,
         model_runner: ModelRunner,
         processors: LogitsProcessors,
+        backend: str,
         masks: GrammarMasks | None = None,
     ):
         self.model_runner, self.processors, self.masks = model_runner, processors, masks
+        self.backend = backend
 
     def __call__(
         self, state: SlotState, seen: Tensor | None, attention: DecodeAttention, keys: Tensor
@@ -143,21 +149,24 @@ class DrawFromLogits:
         """Draws the slots' next tokens."""
         processors = self.processors
         logits, values = self.model_runner.decode(state.token, state.position, attention)
+        # Begun before the forward, which it runs beside.
+        allowed = None if self.masks is None else self.masks.allowed(len(logits))
         drawn_from = logits if seen is None else processors.penalised(logits, seen)
-        if self.masks is not None:
-            # Begun before the forward, which it runs beside.
-            allowed = self.masks.allowed(len(logits))
-            drawn_from = torch.where(allowed, drawn_from, -torch.inf)
+        if allowed is not None and processors.barred is not None:
+            drawn_from = drawn_from.clone()  # figures are made from all logits
         barred = processors.bar_(drawn_from, state.num_generated)
-        dead = None if self.masks is None else drawn_from.amax(-1) == -torch.inf
-        cuts = processors._asdict()
-        cuts = {name: cuts[name] for name in ("temperature", "top_k", "top_p", "min_p")}
-        if processors.over_support:
-            draw, support = fastrl_kernels.sample_with_support(drawn_from, keys, **cuts)
-            return StepDraw(draw, values, support, dead)
-        draw = fastrl_kernels.sample_tokens(drawn_from, keys, **cuts)
-        if seen is not None or self.masks is not None:
-            draw = _of_the_model(draw, logits, processors.temperature)
+        cuts = {name: getattr(processors, name) for name in _CUTS}
+        if processors.over_support or allowed is not None:
+            draw, support = fastrl_kernels.sample_with_support(
+                drawn_from, keys, allowed=allowed, **cuts
+            )
+            dead = None if allowed is None else _dead(draw.tokens, drawn_from, allowed)
+            if processors.over_support:
+                return StepDraw(draw, values, support, dead)
+        else:
+            draw, dead = fastrl_kernels.sample_tokens(drawn_from, keys, **cuts), None
+        if seen is not None or allowed is not None:
+            draw = _of_the_model(draw, logits, processors.temperature, self.backend)
         elif barred is not None:
             draw = _with_barred(draw, logits, barred, processors.temperature)
         return StepDraw(draw, values, dead=dead)
@@ -199,7 +208,7 @@ class DecodeStep:
         self.attention_kernel = choose_decode_kernel(kv_cache, model_runner.attends_by_flash)
         # Chosen once, so that the ops around a step's forward need not choose again.
         self.backend = fastrl_kernels.explain(model_runner.device).backend
-        self.from_logits = DrawFromLogits(model_runner, processors, masks)
+        self.from_logits = DrawFromLogits(model_runner, processors, self.backend, masks)
         self.from_head = DrawFromHead(model_runner, processors)
 
     def __call__(self, bucket: int, span: int) -> None:
@@ -230,21 +239,24 @@ class DecodeStep:
             state.reason.masked_fill_(stopped, STOP)
 
 
+def _dead(tokens: Tensor, logits: Tensor, allowed: Tensor) -> Tensor:
+    """Which rows [b] have no token since a grammar allows none, and not by logits that are NaN."""
+    dead = tokens < 0
+    if (rows := dead.nonzero()[:, 0]).numel():
+        found = unpacked(allowed[rows], logits.shape[1])
+        dead[rows] = logits[rows].masked_fill(~found, -torch.inf).amax(-1) == -torch.inf
+    return dead
+
+
 def _of_the_model(
-    draw: fastrl_kernels.SampledTokens, logits: Tensor, temperature: float
+    draw: fastrl_kernels.SampledTokens, logits: Tensor, temperature: float, backend: str
 ) -> fastrl_kernels.SampledTokens:
     """Replaces log-probs and entropies by the model's, from the logits before any processor."""
-    at = draw.tokens.clamp(min=0).unsqueeze(1)
-    at_one = logits.float().log_softmax(-1)
-    tempered = at_one
-    if temperature not in (0.0, 1.0):
-        tempered = (logits.float() / temperature).log_softmax(-1)
-    information = torch.where(tempered == -torch.inf, 0.0, tempered)
-    return draw._replace(
-        logprobs=tempered.gather(1, at).squeeze(1),
-        logprobs_t1=at_one.gather(1, at).squeeze(1),
-        entropies=-(tempered.exp() * information).sum(-1),
-    )
+    tokens, temperature = draw.tokens.clamp(min=0), temperature or 1.0
+    logprobs, entropies = at_one, _ = figures_of(logits, tokens, temperature, backend)
+    if temperature != 1:
+        at_one, _ = figures_of(logits, tokens, 1.0, backend)
+    return draw._replace(logprobs=logprobs, logprobs_t1=at_one, entropies=entropies)
 
 
 def _with_barred(

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fastrl.data.lark import lark_literal
 from fastrl.models.host_memory import to_device
-from fastrl_kernels.token_sets import unpacked
 
 ResponseFormat = Mapping[str, Any]
 LONGEST = 1 << 19  # characters of a grammar
@@ -243,7 +242,7 @@ class GrammarMasks:
         self._matchers = {
             i: grammars.matcher(given) for i, given in enumerate(formats) if given is not None
         }
-        self.library, self.vocabulary, self.device = grammars.library, grammars.vocabulary, device
+        self.library, self.device = grammars.library, device
         words = -(-grammars.vocabulary // 32)
         # llguidance writes sets of all of its tokens, of which the tokenizer may have more.
         room = -(-grammars.tokens.vocab_size // 32)
@@ -286,13 +285,13 @@ class GrammarMasks:
         self.seconds["made"] += time.perf_counter() - begin
 
     def allowed(self, rows: int) -> Tensor:
-        """Which tokens the first slots' samples may have next, [rows, V] bool; waits for it."""
+        """Which tokens the first slots' samples may have next, as bits, [rows, ⌈V/32⌉]; waits for
+        it."""
         assert self._pending is not None
         begin = time.perf_counter()
         self._pending.result()
         self.seconds["waited"] += time.perf_counter() - begin
-        words = to_device(self._words[:rows, : self._needed].contiguous(), self.device)
-        return unpacked(words, self.vocabulary)
+        return to_device(self._words[:rows, : self._needed].contiguous(), self.device)
 
     def statistics(self, steps: int) -> dict[str, float]:
         """Seconds of the host for each decode step: that it took, and that it was waited for."""

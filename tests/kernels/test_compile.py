@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import fastrl_kernels as ops
+from fastrl_kernels.token_sets import packed
 from tests.kernels.launches import interpreted, watched
 from tests.kernels.test_import import python
 
@@ -273,6 +274,9 @@ CASES: dict[str, Callable[..., Any]] = {
     "sample_with_support": lambda x, b: _with_support(x, top_k=5, backend=b),
     "sample_with_support tensors": lambda x, b: _with_support(
         x, temperature=x.temperature.flatten(), min_p=x.temperature.flatten() / 9, backend=b
+    ),
+    "sample_with_support allowed": lambda x, b: _with_support(
+        x, allowed=packed(x.logits.flatten(0, 1) > 0), top_k=9, backend=b
     ),
     "swiglu": lambda x, b: ops.swiglu(x.hidden, x.hidden * 2, backend=b),
     "token_logprobs": lambda x, b: ops.token_logprobs(x.logits * 2, x.labels, backend=b),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastrl_kernels import TokenSets, reference, sample_tokens, sample_with_support
+from fastrl_kernels.token_sets import packed
 from tests.kernels.draws import CUTS, INF, batch, keys_for
 from tests.kernels.judge import DTYPES, assert_close_to_exact
 from tests.kernels.roundings import Rounded
@@ -24,10 +25,13 @@ def among(logits, kept, tokens, temperature):
     return tempered.gather(-1, at).squeeze(-1), at_one.gather(-1, at).squeeze(-1), entropies
 
 
-def check(logits, options, backend):
+def check(logits, options, backend, allowed=None):
     keys = keys_for(len(logits), logits.device)
-    drawn, words = sample_with_support(logits, keys, **options, backend=backend)
+    words = None if allowed is None else packed(allowed)
+    drawn, words = sample_with_support(logits, keys, **options, allowed=words, backend=backend)
     vocabulary = logits.shape[1]
+    if allowed is not None:
+        logits = torch.where(allowed, logits, -INF)
     kept = TokenSets.of_words(words, vocabulary).mask()
 
     expected = sample_tokens(logits, keys, **options, backend=backend)
@@ -65,6 +69,51 @@ def test_figures_are_of_the_set_that_was_drawn_from(backend, device, options, ra
     if vocabulary > 2 and draw.sometimes("barred"):
         logits[:, :: draw.one_of((2, 3), "every")] = -INF
     check(logits, options, backend)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@examples(5)
+def test_what_is_not_allowed_counts_as_left_out(backend, device, options, random):
+    """Few tokens or many, rows of all sizes in one batch; other logits are never looked at."""
+    draw = Draw(random, device)
+    vocabulary = draw.one_of((1, 33, 503, 4999), "vocabulary")
+    logits = batch(7, vocabulary, device=device, scale=3.0, seed=random.getrandbits(30))
+    allowed = torch.zeros(7, vocabulary, dtype=torch.bool)
+    for row in allowed:
+        few = draw.one_of((1, 2, 8, 9, vocabulary // 64, vocabulary - 1, vocabulary), "tokens")
+        row[random.sample(range(vocabulary), max(1, min(few, vocabulary)))] = True
+    allowed = allowed.to(device)
+    logits[~allowed] = draw.one_of((1e3, INF, torch.nan), "others")
+    check(logits, options, backend, allowed)
+
+
+def test_rows_are_drawn_as_they_are_alone():
+    """To the bit, whatever else there is."""
+    logits, keys = batch(9, 4999), keys_for(9)
+    allowed = torch.zeros(9, 4999, dtype=torch.bool)
+    for i, row in enumerate(allowed):
+        row[torch.arange(0, 4999, [1, 3, 70, 700, 2500][i % 5])] = True
+    words = packed(allowed)
+    together = sample_with_support(logits, keys, top_p=0.9, allowed=words)
+    for i in range(9):
+        row = slice(i, i + 1)
+        alone = sample_with_support(logits[row], keys[row], top_p=0.9, allowed=words[row])
+        for a, b in zip((*together[0], together[1]), (*alone[0], alone[1]), strict=True):
+            assert torch.equal(a[row], b)
+
+
+def test_a_row_that_allows_nothing_has_no_token(backend, device):
+    logits = batch(3, 70, device=device)
+    logits[2, 5] = -INF
+    words = torch.zeros(3, 3, dtype=torch.int32, device=device)
+    words[0, 2] = -64  # bits of no token
+    words[1, 0] = -(2**31)
+    words[2, 0] = 32
+    drawn, kept = sample_with_support(logits, keys_for(3, device), allowed=words, backend=backend)
+    assert drawn.tokens.tolist() == [-1, 31, -1]
+    assert TokenSets.of_words(kept, 70).sizes().tolist() == [0, 1, 0]
+    assert drawn.logprobs[1] == 0
+    assert drawn.logprobs[::2].isnan().all()
 
 
 @pytest.mark.parametrize("options", [CUTS["top-p"], CUTS["all"]], ids=["top-p", "all"])
@@ -128,3 +177,10 @@ def test_faults_are_named(options):
         sample_with_support(batch(2, 9), keys_for(2), **options)
     with pytest.raises(TypeError, match="keys must be int64"):
         sample_with_support(batch(2, 9), torch.zeros(2))
+
+
+def test_what_is_allowed_has_a_bit_for_each_token():
+    with pytest.raises(ValueError, match=r"it must be \[2, 2\]"):
+        sample_with_support(batch(2, 33), keys_for(2), allowed=torch.zeros(2, 1, dtype=torch.int32))
+    with pytest.raises(TypeError, match="must be int32"):
+        sample_with_support(batch(2, 33), keys_for(2), allowed=torch.ones(2, 33).bool())

@@ -555,7 +555,7 @@ class Loop:
         samples = self._of_all(shown, self.eval_prompts.samples, tokens=True)
         rewards, masks, nan = samples.rewards, samples.masks, sum(samples.left_out)
         judged = (~rewards.isnan()).nonzero()[:, 0].tolist()
-        check_a_sample_is_left(nan, len(samples))
+        check_a_sample_is_left(nan, len(samples), samples.finish_reasons)
         if not judged:
             raise ValueError(
                 "no reward of the evaluation is finite: mend what computes them (reward functions, "

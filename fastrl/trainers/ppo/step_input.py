@@ -152,7 +152,7 @@ class StepInputs:
                 **self._of_teachers(queries, responses, of_teachers, teachers),
             )
         samples = with_scores.gathered(self.processes, tokens=True)
-        check_a_sample_is_left(sum(samples.left_out), len(samples))
+        check_a_sample_is_left(sum(samples.left_out), len(samples), samples.finish_reasons)
         return samples
 
     def _of_teachers(

@@ -222,6 +222,18 @@ def _token_logprobs_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
 _token_logprobs.register_autograd(_token_logprobs_gradients, setup_context=_save_token_logprobs)
 
 
+def figures_of(
+    logits: Tensor, tokens: Tensor, temperature: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of rows [N, V] without checks or gradients; nothing is waited for."""
+    forward = _backend(backend).forward
+    logprobs, entropies, _ = forward(
+        logits, tokens, None, None, temperature, entropy=True, save=False
+    )
+    assert entropies is not None
+    return logprobs, entropies
+
+
 @explains_types
 def token_logprobs(
     logits: Tensor,

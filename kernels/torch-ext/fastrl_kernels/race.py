@@ -47,10 +47,34 @@ def exponentials(states: Tensor, counters: Tensor) -> Tensor:
 def winners(sums: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Columns [r, 1] drawn with probabilities proportional to weights [r, parts, P], whose sums
     [r, parts] are given. The first of equal scores wins."""
-    parts, size = weights.shape[1:]
-    states = mixed(keys + GAMMA).unsqueeze(-1)  # hashed again, in case keys are not
-    columns = torch.arange(max(parts, size), device=keys.device)
-    part = (sums / exponentials(states, columns[:parts] + FIRST_PART)).argmax(-1, keepdim=True)
+    size, states = weights.shape[-1], _states(keys)
+    part = _winning_part(sums, states)
     inside = weights.take_along_dim(part.unsqueeze(-1), 1).squeeze(1)
-    first = part * size
-    return first + (inside / exponentials(states, first + columns[:size])).argmax(-1, keepdim=True)
+    return _winner_within(inside, part * size, states)
+
+
+def winners_among(weights: Tensor, ids: Tensor, keys: Tensor, vocabulary: int) -> Tensor:
+    """The same of weights [r, K] of some tokens ``ids`` [r, K], all others having none: the ids
+    [r, 1] that :func:`winners` would draw, but for the rounding of the parts' sums."""
+    size, states = part_size(vocabulary), _states(keys)
+    parts = ids // size
+    sums = weights.new_zeros(len(ids), -(-vocabulary // size)).scatter_add_(1, parts, weights)
+    part = _winning_part(sums, states)
+    inside = weights.new_zeros(len(ids), size)
+    inside.scatter_add_(1, ids % size, weights.where(parts == part, 0.0))
+    return _winner_within(inside, part * size, states)
+
+
+def _states(keys: Tensor) -> Tensor:
+    return mixed(keys + GAMMA).unsqueeze(-1)  # hashed again, in case keys are not
+
+
+def _winning_part(sums: Tensor, states: Tensor) -> Tensor:
+    counters = torch.arange(FIRST_PART, FIRST_PART + sums.shape[1], device=sums.device)
+    return (sums / exponentials(states, counters)).argmax(-1, keepdim=True)
+
+
+def _winner_within(inside: Tensor, first: Tensor, states: Tensor) -> Tensor:
+    """The winning column of those from ``first`` [r, 1] on, by their weights [r, P]."""
+    counters = first + torch.arange(inside.shape[1], device=inside.device)
+    return first + (inside / exponentials(states, counters)).argmax(-1, keepdim=True)

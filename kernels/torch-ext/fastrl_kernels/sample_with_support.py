@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from ._cpu.row_chunks import FLOOR, exponentials_of
 from ._cpu.top_p import tempered
 from .argument_types import explains_types
+from .checks import check_device
 from .dispatch import choose
+from .race import winners_among
 from .sampling import (
     check_draw,
     check_values,
@@ -21,17 +24,25 @@ from .sampling import (
     sample_tokens,
     without_zero,
 )
-from .token_sets import packed
+from .token_sets import counts_of, ids_of, packed, unpacked, within
 from .types import LOWEST, SampledTokens, SamplingParameters
 
 _INF = math.inf
 
 
+# Of sets with at most this share of the vocabulary the tokens are gathered, a few hundred
+# operations for thousands; of others all logits are worked on.
+_SHORT = 1 / 64
+
+_Race = Callable[[Tensor, Tensor, Tensor, Tensor, "bool | Tensor"], Tensor]
+
+
 def _sample_rows(
-    x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor
+    x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor, race: _Race
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws from fp32 logits [r, V], in working memory [3, r, parts, P]: tokens [r], the other
-    fields of ``SampledTokens`` [r, 5], and words [r, ⌈V/32⌉]."""
+    """Draws columns of fp32 logits [r, C] by ``race``, see ``raced``, in working memory
+    [3, r, parts, P]: columns [r], -1 in rows that are no distribution, the other fields of
+    ``SampledTokens`` [r, 5], and which columns are in the set, [r, C] bool."""
     vocabulary = x.shape[-1]
     truncated, (greedy, p) = any(p.truncates(vocabulary)), without_zero(p)
     row_max = x.amax(-1, keepdim=True)
@@ -54,7 +65,7 @@ def _sample_rows(
     sums = memory[1].sum(-1)
     total = sums.sum(-1, keepdim=True)
     log_sum = log_sum_t1 = total.log()
-    column = raced(x, sums, memory[1], keys, greedy)
+    column = race(x, sums, memory[1], keys, greedy)
     at_one = x.gather(-1, column) - row_max
     at = tempered(at_one.clone(), p.temperature) - log_sum
     if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
@@ -65,7 +76,70 @@ def _sample_rows(
     mean = padded[0].mul_(padded[1]).sum(-1, keepdim=True) / total
     sound = (total > 0) & (row_max > -_INF)
     drawn = of_sound(sound, column, [at, at_one - log_sum_t1, at, cutoff, log_sum - mean])
-    return *drawn, packed(x >= torch.where(sound, lowest, _INF))
+    return *drawn, x >= torch.where(sound, lowest, _INF)
+
+
+def _of_all(
+    x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [r], numbers [r, 5] and words [r, ⌈V/32⌉] of draws from logits [r, V]."""
+    tokens, numbers, kept = _sample_rows(x, keys, p, memory, raced)
+    return tokens, numbers, packed(kept)
+
+
+def _of_some(
+    x: Tensor, ids: Tensor, keys: Tensor, p: SamplingParameters, vocabulary: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of logits [r, K] of some tokens: ``ids`` [r, K], in ascending order."""
+
+    def race(
+        x: Tensor, sums: Tensor, weights: Tensor, keys: Tensor, greedy: bool | Tensor
+    ) -> Tensor:
+        if greedy is True:
+            return x.argmax(-1, keepdim=True)
+        drawn = winners_among(weights[:, 0], ids, keys, vocabulary)
+        column = torch.searchsorted(ids, drawn).clamp_(max=x.shape[1] - 1)
+        if isinstance(greedy, Tensor):
+            return torch.where(greedy, x.argmax(-1, keepdim=True), column)
+        return column
+
+    memory = x.new_empty(3, len(x), 1, x.shape[1])
+    columns, numbers, kept = _sample_rows(x, keys, p, memory, race)
+    tokens = ids.gather(1, columns.clamp(min=0)[:, None])[:, 0]
+    bits = kept.int() << (ids % 32).int()  # of distinct tokens: their sum has all of them
+    words = bits.new_zeros(len(x), -(-vocabulary // 32)).scatter_add_(1, ids // 32, bits)
+    return torch.where(columns < 0, -1, tokens), numbers, words
+
+
+def _of_allowed(
+    logits: Tensor, keys: Tensor, p: SamplingParameters, allowed: Tensor
+) -> tuple[SampledTokens, Tensor]:
+    """Draws from the logits [N, V] of the tokens that words [N, ⌈V/32⌉] allow, on a CPU."""
+    n, vocabulary = logits.shape
+    allowed = within(allowed, vocabulary)
+    sizes = counts_of(allowed)
+    tokens, words = torch.empty_like(keys), torch.zeros_like(allowed)
+    numbers = torch.empty(n, 5)
+    # How a row is worked on depends on that row alone, and so does what it is to the bit.
+    room = torch.where(
+        sizes <= _SHORT * vocabulary, 8 ** sizes.clamp(min=1).log2().div(3).ceil(), 0
+    )
+    for k in room.unique().int().tolist():
+        rows = (room == k).nonzero()[:, 0]
+        chosen = p.of(rows)
+        if k:
+            named = torch.arange(k) < sizes[rows, None]
+            ids = torch.full((len(rows), k), vocabulary - 1)
+            ids[named] = ids_of(allowed[rows]).long()
+            x = logits[rows[:, None], ids].float().masked_fill_(~named, -_INF)
+            columns = chosen.rows(slice(None))
+            found = _of_some(x, ids, keys[rows], columns, vocabulary)
+            tokens[rows], numbers[rows], words[rows] = found
+        else:
+            x = torch.where(unpacked(allowed[rows], vocabulary), logits[rows], -_INF)
+            drawn, words[rows] = in_chunks(_of_all, x, keys[rows], chosen, buffers=3)
+            tokens[rows], numbers[rows] = drawn.tokens, torch.stack(drawn[1:], -1)
+    return SampledTokens(tokens, *numbers.unbind(-1)), words
 
 
 def _by_two_draws(
@@ -81,16 +155,31 @@ def _by_two_draws(
 
 
 def _run(
-    logits: Tensor, keys: Tensor, p: SamplingParameters, backend: str
+    logits: Tensor, keys: Tensor, p: SamplingParameters, allowed: Tensor | None, backend: str
 ) -> tuple[SampledTokens, Tensor]:
     # In traced code two draws are two operators, and need none of their own.
-    if backend == "triton" or torch.compiler.is_compiling():
-        return _by_two_draws(logits, keys, p, backend)
-    if logits.device.type == "cpu":
+    in_operators = backend == "triton" or torch.compiler.is_compiling()
+    if logits.device.type == "cpu" and not in_operators:
         check_values(p)
-    drawn, words = in_chunks(_sample_rows, logits, keys, p, buffers=3)
-    assert words is not None
-    return drawn, words
+        if allowed is not None:
+            return _of_allowed(logits, keys, p, allowed)
+    if allowed is not None:
+        logits = logits.masked_fill(~unpacked(allowed, logits.shape[1]), -_INF)
+    if in_operators:
+        return _by_two_draws(logits, keys, p, backend)
+    return in_chunks(_of_all, logits, keys, p, buffers=3)
+
+
+def _check_allowed(allowed: Tensor, logits: Tensor) -> None:
+    n, vocabulary = logits.shape
+    if allowed.dtype != torch.int32:
+        raise TypeError(f"allowed must be int32, bits of tokens, got {allowed.dtype}")
+    if allowed.shape != (n, -(-vocabulary // 32)):
+        raise ValueError(
+            f"allowed has shape {tuple(allowed.shape)}: for logits [{n}, {vocabulary}] it must be "
+            f"[{n}, {-(-vocabulary // 32)}]"
+        )
+    check_device("allowed", allowed, "logits", logits)
 
 
 @explains_types
@@ -102,6 +191,7 @@ def sample_with_support(
     top_k: int | Tensor = 0,
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
+    allowed: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[SampledTokens, Tensor]:
     """Draws as :func:`sample_tokens` does, and returns the set S that each token came from.
@@ -111,12 +201,17 @@ def sample_with_support(
 
         log q of the token, its log-probability at T = 1 over the same S, and H(q).
 
-    S holds what top-k, top-p and min-p keep of the logits that are not -inf; of greedy rows (T = 0)
-    all of these. The token is that of ``sample_tokens`` with the same key; on a GPU one in 10,000
-    may be another one of S, as between backends.
+    S holds what top-k, top-p and min-p keep of the logits that are not -inf, and that are allowed;
+    of greedy rows (T = 0) all of these. The token is that of ``sample_tokens`` with the same key;
+    on a GPU, and where few tokens are allowed, one in 10,000 may be another one of S, as between
+    backends.
 
     Args:
         logits, keys, temperature, top_k, top_p, min_p, backend: see :func:`sample_tokens`.
+        allowed: [N, ⌈V/32⌉] int32, the tokens that are allowed as bits, the token 32·word + i as
+            the bit i of a word, such as grammars have them; bits from V on are ignored. Logits of
+            others count as -inf, whatever they are. On a CPU, rows that allow few tokens take the
+            time of these, not of all.
 
     Returns:
         ``SampledTokens``, whose ``logprobs``, ``logprobs_t1`` and ``entropies`` are over S, and
@@ -128,7 +223,9 @@ def sample_with_support(
     """
     parameters = SamplingParameters(temperature, top_k, top_p, min_p)
     check_draw(logits, keys, parameters)
+    if allowed is not None:
+        _check_allowed(allowed, logits)
     chosen = choose(backend, logits)
     keys = keys if keys.dtype == torch.int64 else keys.view(torch.int64)
     with torch.no_grad():
-        return _run(logits, keys, parameters, chosen)
+        return _run(logits, keys, parameters, allowed, chosen)

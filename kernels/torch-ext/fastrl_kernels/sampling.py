@@ -152,8 +152,8 @@ def in_chunks(
     keys: Tensor,
     p: SamplingParameters,
     buffers: int = 2,
-) -> tuple[SampledTokens, Tensor | None]:
-    """Draws a few rows at a time; and the words that ``by_rows`` gave, if it did."""
+) -> tuple[SampledTokens, Tensor]:
+    """Draws a few rows at a time; and the words that ``by_rows`` gave, none if it did not."""
     rows = as_rows(logits)[0] if logits.numel() else logits
     n, vocabulary = rows.shape
     step, size = rows_at_a_time(vocabulary), part_size(vocabulary)
@@ -171,7 +171,7 @@ def in_chunks(
         found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
     )
     drawn = SampledTokens(tokens, *(x.clone() for x in numbers.unbind(-1)))
-    return drawn, further[0] if further else None
+    return drawn, further[0] if further else tokens.new_empty(0, dtype=torch.int32)
 
 
 # name: whether it is an integer, a condition for its values, and the condition in words

@@ -94,12 +94,11 @@ class TokenSets:
                 f"words have shape {tuple(words.shape)}: a vocabulary of {vocabulary} tokens has "
                 f"[N, {width}]"
             )
-        words = words.to("cpu", torch.int32).contiguous()
-        last = (1 << vocabulary % _WORD) - 1 if vocabulary % _WORD else -1
-        if last > 0:
-            words = words.clone()
-            words[:, -1:] &= last
-        counts = _counts(words)
+        words, last = (
+            within(words.to("cpu", torch.int32).contiguous(), vocabulary),
+            _last(vocabulary),
+        )
+        counts = counts_of(words)
         kinds = torch.full((len(words),), BITS, dtype=torch.uint8)
         kinds[vocabulary - counts <= width] = BUT
         kinds[counts <= width] = ONLY
@@ -114,7 +113,7 @@ class TokenSets:
                 if kind == BUT:
                     found = found.bitwise_not_()
                     found[:, -1:] &= last
-                data[_places(offsets, chosen)] = found.flatten() if kind == BITS else _ids(found)
+                data[_places(offsets, chosen)] = found.flatten() if kind == BITS else ids_of(found)
         ids = lengths[kinds != BITS]
         return cls(kinds, offsets, data, vocabulary, int(ids.max()) if len(ids) else 0)
 
@@ -176,7 +175,7 @@ class TokenSets:
         sizes = torch.where(self.kinds == WHOLE, self.vocabulary, sizes)
         of_bits = (self.kinds == BITS).nonzero()[:, 0]
         if len(of_bits):
-            sizes[of_bits] = _counts(self._bits(of_bits))
+            sizes[of_bits] = counts_of(self._bits(of_bits))
         return sizes
 
     def words(self) -> Tensor:
@@ -293,7 +292,21 @@ def _words(vocabulary: int) -> int:
     return -(-vocabulary // _WORD)
 
 
-def _ids(words: Tensor) -> Tensor:
+def _last(vocabulary: int) -> int:
+    """The bits of a row's last word."""
+    return (1 << vocabulary % _WORD) - 1 if vocabulary % _WORD else -1
+
+
+def within(words: Tensor, vocabulary: int) -> Tensor:
+    """Words [N, W] without bits from ``vocabulary`` on."""
+    last = _last(vocabulary)
+    if last > 0:
+        words = words.clone()
+        words[:, -1:] &= last
+    return words
+
+
+def ids_of(words: Tensor) -> Tensor:
     """The places of the bits that are set in each row of words [N, W], one row after the other."""
     rows, columns = words.nonzero(as_tuple=True)
     bits = (words[rows, columns][:, None] >> torch.arange(_WORD)) & 1
@@ -301,7 +314,7 @@ def _ids(words: Tensor) -> Tensor:
     return (columns[of] * _WORD + bit).int()
 
 
-def _counts(words: Tensor) -> Tensor:
+def counts_of(words: Tensor) -> Tensor:
     """The number of bits that are set in each row of words, [N] int64."""
     ones = _eights(words.device).view(torch.bool).view(256, 8).sum(-1)
     return ones[words.view(torch.uint8).int()].sum(-1)

@@ -320,6 +320,14 @@ class SamplingParameters(NamedTuple):
             isinstance(self.min_p, Tensor) or self.min_p > 0,
         )
 
+    def of(self, rows: Tensor) -> SamplingParameters:
+        """Parameters of some rows, given by their indices."""
+
+        def part(x: Any) -> Any:
+            return x[rows] if isinstance(x, Tensor) else x
+
+        return SamplingParameters(*map(part, self))
+
     def rows(self, chosen: slice) -> SamplingParameters:
         """Parameters of some rows; tensors become columns [r, 1], of fp32 but for top-k."""
 
