@@ -15,6 +15,7 @@ COMMANDS = {
     "recipes": "plan the memory of every recipe, and write it beside them and into the documents",
     "curves": "keep and draw what a run of `fastrl demo` measured at each step",
     "distilled": "measure what a policy learns of a teacher, and of itself with hints",
+    "calls": "measure what a model learns of tools that it has to call",
     "support": "measure what learning from the samples of top-p and top-k does",
     "gpu": "on an NVIDIA GPU, unattended: the tests, then all that can be measured",
 }

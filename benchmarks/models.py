@@ -178,6 +178,29 @@ def word_tokenizer(vocabulary: int = EOS + 1) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
+def text_tokenizer(vocabulary: int) -> Any:
+    """Pieces of made-up words and bytes, as GPT-2's tokenizer has; the first two can only pad and
+    end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    rng = np.random.RandomState(0)
+    syllables = [a + b for a in "bcdfghjklmnpqrstvwxz" for b in "aeiou"]
+    drawn = ["".join(rng.choice(syllables, rng.randint(1, 5))) for _ in range(vocabulary)]
+    texts = (" ".join(rng.choice(drawn, 20)) for _ in range(vocabulary // 2))
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+
+
 def words(ids: Sequence[int]) -> str:
     """The text that `word_tokenizer` turns into these ids."""
     return " ".join(map(str, ids))

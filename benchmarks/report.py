@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, curves, distilled_figures, old_results, predict, support_figures
+from benchmarks import ROOT, calls, curves, distilled_figures, old_results, predict, support_figures
 from benchmarks.cases import (
     OURS,
     Entry,
@@ -43,6 +43,7 @@ TITLES = {
     "dpo": "Direct preference optimization",
     "scripts": "TRL 1.x scripts with fastrl's trainers or rollouts",
     "rollout": "Rollouts",
+    "cuts": "Draws from a part of the vocabulary",
     "ref_model": "Kinds of PPO's reference",
     "run": "Cost of what a run writes",
     "plan": "Memory plans and the profiler's sum of allocations",
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     curves.draw(args.results, docs / "plots")
     distilled_figures.write(args.results, docs)
     support_figures.write(args.results, docs)
+    calls.write(args.results, docs)
     predict.fill_file(args.results)
     predicted = predict.section(predict.read(args.results / predict.FILE))
     parts = [missing(devices), *sections, predicted]

@@ -219,6 +219,14 @@ def test_an_own_loss_of_pairs_keeps_the_preferred_likely(tmp_path):
     assert logs["dpo"][-1]["rewards/chosen"] < logs["dpop"][-1]["rewards/chosen"]
 
 
+def test_calls_are_valid_from_the_first_step_where_they_have_to_be(tmp_path):
+    train = run("grpo_calls")["train"]
+    required, free = (train(str(tmp_path), free=x, steps=3) for x in (False, True))
+    assert [log["rewards/valid/mean"] for log in required] == [1.0] * 3
+    assert min(log["reward"] for log in required) > 0.2
+    assert max(log["reward"] for log in free) < 0.1
+
+
 def test_a_model_learns_from_itself_with_a_hint(tmp_path):
     """In seven hundred steps it learns most sums; here it begins to."""
     found = run("distill_hints")["train"](str(tmp_path), sft_steps=2, steps=2)

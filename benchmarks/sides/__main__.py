@@ -36,6 +36,8 @@ SIDES = {
     "distill_script": ("distillation", "DistillationSide"),
     "dpo_script": ("training", "DPOScriptSide"),
     "rollout": ("rollout", "RolloutSide"),
+    "cut_step": ("cuts", "CutStepSide"),
+    "form": ("cuts", "FormSide"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,9 @@ from benchmarks.timing import now
 class GRPOSide:
     """GRPO steps on prompts of one length: completions of one length are drawn, scored by the share
     of their ids that are even, and learned from once, with k3 to a copy as a term of the loss.
-    ``padding_free`` is a setting of fastrl's."""
+    ``padding_free`` is a setting of fastrl's, as ``settings`` are."""
+
+    settings: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class GRPOSide:
                 learning_rate=1e-5,
                 max_grad_norm=1.0,
                 padding_free=self.padding_free,
+                **self.settings,
                 accelerator_kwargs={"mixed_precision": "bf16" if self.half else "no"},
             ),
             self.model,

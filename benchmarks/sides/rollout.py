@@ -6,7 +6,7 @@ import importlib.util
 import math
 import time
 import types
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -70,13 +70,15 @@ def short_work(vocabulary: int) -> Workload:
 class RolloutSide:
     """A way to generate, by name, on the model in a folder."""
 
+    generators: ClassVar[dict[str, type[Generator]]]
+
     def __init__(
         self, library: Any, shape: dict[str, Any], folder: str = "", generator: str = ""
     ) -> None:
         self.work = workload(shape)
         self.short = short_work(shape["vocabulary"])
         began = time.perf_counter()
-        self.generator = GENERATORS[generator](library, shape, folder, self.work)
+        self.generator = self.generators[generator](library, shape, folder, self.work)
         self.built = time.perf_counter() - began
 
     def greedy(self) -> dict[str, Any]:
@@ -140,6 +142,7 @@ class Engine(Generator):
 
     note = "also log-probs and entropies"
     graphs = True
+    drawing: ClassVar[dict[str, Any]] = {}  # further sampling parameters
 
     def __init__(self, library: Any, shape: dict[str, Any], folder: str, work: Workload) -> None:
         super().__init__(library, shape, folder, work)
@@ -152,11 +155,11 @@ class Engine(Generator):
 
     def __call__(self, work: Workload, greedy: bool = False) -> Generated:
         params = self.library.SamplingParams(
+            **{"eos_token_ids": ()} | self.drawing,
             n=work.group,
             max_new_tokens=work.limits[:: work.group],
             temperature=0.0 if greedy else 1.0,
             seed=0,
-            eos_token_ids=(),
         )
         output = self.engine.generate(work.prompts[:: work.group], params)
         self.stats = output.stats
@@ -296,6 +299,9 @@ def answers(manager: Any, work: Workload) -> Generated:
 class VLLM(Generator):
     """vLLM in this very process, prefixes not kept: every round runs its prompts."""
 
+    drawing: ClassVar[dict[str, Any]] = {}  # further sampling parameters
+    settings: ClassVar[dict[str, Any]] = {"skip_tokenizer_init": True}
+
     def __init__(self, library: Any, shape: dict[str, Any], folder: str, work: Workload) -> None:
         super().__init__(library, shape, folder, work)
         self.library = library
@@ -306,8 +312,8 @@ class VLLM(Generator):
             max_model_len=min(shape["context"], max(256, -(-work.longest // 64) * 64)),
             max_num_seqs=self.slots,
             enable_prefix_caching=False,
-            skip_tokenizer_init=True,
             seed=0,
+            **self.settings,
             **room,
         )
         cache = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes
@@ -323,6 +329,7 @@ class VLLM(Generator):
                 ignore_eos=True,
                 logprobs=0,  # of the drawn token alone
                 detokenize=False,
+                **self.drawing,
             )
             for n in work.limits
         ]
@@ -337,7 +344,7 @@ class VLLM(Generator):
         )
 
 
-GENERATORS = {
+RolloutSide.generators = {
     "engine": Engine,
     "engine without graphs": EngineWithoutGraphs,
     "generate": Transformers,

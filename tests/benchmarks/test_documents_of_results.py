@@ -103,8 +103,8 @@ SAID: dict[str, tuple[list[dict], dict, int, list[str]]] = {
         "|  | eager | 2 s (2–2): **2.00× (2.00–2.00)** | 8 MiB | 12% |  |",
         "- gae: some work.", "- eager: the loop.", "- Absent, torchrl: not installed.",
         "No GPU has been measured yet.",
-        "Not measured yet on cpu-2core: ppo, grpo, sft, dpo, scripts, rollout, ref_model, run, "
-        "plan."]),
+        "Not measured yet on cpu-2core: ppo, grpo, sft, dpo, scripts, rollout, cuts, "
+        "ref_model, run, plan."]),
     "every provider's speed": (
         [{"roofline": {"copy": 43e9, "gemm": PRODUCTS}}], {"roofs": [ROOFS]}, 1, [
         "matrix products [TFLOP/s] 0.4 in fp32, 1 in bf16",

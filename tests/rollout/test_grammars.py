@@ -73,8 +73,8 @@ def texts(samples: Any) -> list[str]:
 
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 def test_responses_validate_by_the_schema(schema):
-    found = drawn({"json_schema": schema, "whitespace": False}, n=20)
-    assert found.finish_reasons == ["eos"] * 100
+    found = drawn({"json_schema": schema, "whitespace": False}, n=50)
+    assert found.finish_reasons == ["eos"] * 250
     for text, ids in zip(texts(found), found.sequences, strict=True):
         jsonschema.validate(json.loads(text), schema)
         assert ids[-1] == END
