@@ -20,7 +20,7 @@ from fastrl.registry import (
     policy_loss,
     policy_losses_with,
 )
-from fastrl.settings import check_ranges, check_types, setting
+from fastrl.settings import check_ranges, check_types, setting, warn_of_unread_settings
 
 REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
 REFERENCE_ADAPTERS = ("off", "start", "auto")
@@ -62,6 +62,7 @@ _SETTINGS_OF_LOSSES = {
 }
 # Settings that are read only with some values of another setting; its name, and these values.
 _READ_WITH = (
+    (("reference_support",), "policy_support", ("sampled",)),
     (("lam", "vf_coef", "cliprange_value"), "advantage", ("gae",)),
     (
         ("sampler_correction_min", "sampler_correction_max"),
@@ -152,14 +153,27 @@ class TeacherArguments:
         """The tokens that teachers' prompts are cut to; None: they are not."""
         return None
 
+    def teachers_unread(self) -> list[tuple[str, str]]:
+        """The settings of teachers, where there are none, and why nothing reads them."""
+        if self.teacher_kl_coef:
+            return []
+        return [(f.name, "teacher_kl_coef is 0") for f in dataclasses.fields(TeacherArguments)]
+
     def check_teacher(self) -> None:
-        """Raises ValueError for a template without one of its two fields."""
+        """Raises ValueError for a template without one of its two fields, and for a divergence that
+        is not computed."""
         for name in ("prompt", "privileged_context"):
             if f"{{{name}}}" not in self.teacher_prompt_template:
                 raise ValueError(
                     f"teacher_prompt_template has no {{{name}}}: it must hold {{prompt}} and "
                     "{privileged_context}"
                 )
+        if self.teacher_kl_in == "reward" and self.teacher_beta != 1:
+            raise ValueError(
+                f"teacher_beta={self.teacher_beta:g} chooses a divergence over the vocabulary, and "
+                "teacher_kl_in='reward' reads the log-prob of the sampled token alone: leave one "
+                "of the two out"
+            )
 
 
 @dataclass
@@ -738,19 +752,10 @@ class PPOConfig(TeacherArguments):
                 unread += [(name, f"{by}={value!r}, not {' or '.join(values)}") for name in names]
         if self.overlong_buffer is None:
             unread.append(("overlong_penalty", "overlong_buffer is None"))
-        if not self.teacher_kl_coef:
-            of_teachers = [f.name for f in dataclasses.fields(TeacherArguments)]
-            unread += [(name, "teacher_kl_coef is 0") for name in of_teachers]
+        unread += self.teachers_unread()
         unread.append(("dataset_num_proc", "prompts are encoded in this process"))
         unread.append(("rollout_merge_adapter", "adapters run beside the weights"))
-        defaults = type(self).__dataclass_fields__
-        shown = [
-            f"{name}={getattr(self, name)!r} ({why})"
-            for name, why in unread
-            if getattr(self, name) != defaults[name].default
-        ]
-        if shown:
-            warnings.warn(f"settings that nothing reads: {', '.join(shown)}", stacklevel=4)
+        warn_of_unread_settings(self, unread, stacklevel=4)
 
     def _warn_of_no_difference(self) -> None:
         """Warns of a policy loss that learns as the default does, as all ratios are 1."""

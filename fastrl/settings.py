@@ -114,6 +114,25 @@ def refused(default: Any, remedy: str) -> Any:
     return field(default=default, metadata={"help": _Remedy(f"{_REFUSED}{remedy}.")})
 
 
+def warn_of_unread_settings(
+    config: Any, unread: Iterable[tuple[str, str]], stacklevel: int
+) -> None:
+    """Warns of settings that were set and that nothing reads, once.
+
+    Args:
+        unread: names, and why nothing reads them.
+    """
+    defaults = type(config).__dataclass_fields__
+    shown = [
+        f"{name}={getattr(config, name)!r} ({why})"
+        for name, why in unread
+        if getattr(config, name) != defaults[name].default
+    ]
+    if shown:
+        message = f"settings that nothing reads: {', '.join(shown)}"
+        warnings.warn(message, stacklevel=stacklevel + 1)
+
+
 def refusals(config: Any) -> dict[str, tuple[Any, str]]:
     """The settings of a configuration that are not honoured: their defaults and remedies. A class
     lists fields of its bases that it does not honour in ``not_supported``."""

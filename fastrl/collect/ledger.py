@@ -57,7 +57,7 @@ class GenerationLedger:
         """Adds the responses of a generation, counted from 1.
 
         Args:
-            samples: samples of all processes.
+            samples: samples of all processes; tokens may have advantages of their own.
             weights_version: optimizer steps before the samples were drawn.
             advantages: each sample's, which its tokens that are learned have, [B].
             of_teachers: see :func:`teacher_columns`.
@@ -65,7 +65,11 @@ class GenerationLedger:
         of_tokens = None
         if advantages is not None:
             counts = learned_counts(samples)
-            of_tokens = Lists(np.repeat(advantages.float().numpy(), counts), counts)
+            each = np.repeat(advantages.float().numpy(), counts)
+            if samples.token_advantages is not None:
+                pairs = zip(samples.token_advantages, samples.learned, strict=True)
+                each = each + torch.cat([x[mask] for x, mask in pairs]).float().numpy()
+            of_tokens = Lists(each, counts)
         columns = ledger_columns(samples, weights_version, of_tokens, self.temperature)
         del columns["prompt_row"]  # a loader yields rows without their number
         self.ledger.add(generation, {**columns, **of_teachers})

@@ -23,13 +23,13 @@ from fastrl.learn.asked_teacher import AskedTeacher
 from fastrl.learn.experience import Experience, repeated_at_tokens
 from fastrl.learn.ref_model import RefModel
 from fastrl.learn.samples import teacher_batch, to_column, token_batch
-from fastrl.learn.scorer import in_passes, scores_of, scoring_request, shares_of
+from fastrl.learn.scorer import ScorePart, in_passes, scores_of, scoring_request, shares_of
 from fastrl.models.host_memory import later_on_host
 from fastrl.models.scoring import PassLimit, TeacherTerm
 from fastrl.models.sharding import is_spread
 from fastrl.run.processes import Processes
 from fastrl.samples import Samples
-from fastrl_kernels import TeacherHead, TeacherTokens
+from fastrl_kernels import TeacherHead, TeacherTokens, linear_logprobs
 
 
 class TeacherSettings(NamedTuple):
@@ -152,7 +152,7 @@ class Teachers:
                 continue
             chosen = [i for i, which in enumerate(numbers) if which == number]
             part = replace(batch.select(chosen or [0]), padding=self._padding[number]())
-            score = scores_of(reference.score, temperature=self.settings.temperature, values=False)
+            score = self._over_vocabulary(reference)
             shares = None
             if shared:
                 shares = shares_of(part, part.counting() or range(len(part)), self.processes)
@@ -166,6 +166,28 @@ class Teachers:
             if broken and learned:
                 self._leave_out(number, "log-probs", broken, len(chosen))
         return found
+
+    def _over_vocabulary(self, reference: RefModel) -> ScorePart:
+        """A function that scores tokens by a teacher over the vocabulary, without its padding."""
+        options = {"temperature": self.settings.temperature, "values": False}
+        size = self.settings.vocabulary
+        if size is None:
+            return scores_of(reference.score, **options)
+
+        @torch.no_grad()
+        def score(part: TokenBatch) -> dict[str, Tensor]:
+            model_pass = part.model_pass
+            request = scoring_request(part, model_pass, as_teacher=True, **options)
+            head = reference.score(dict(model_pass.inputs), request).head
+            assert head is not None
+            bias = None if head.bias is None else head.bias[:size]
+            head = head._replace(weight=head.weight[:size], bias=bias)
+            logprobs = linear_logprobs(
+                labels=request.labels, temperature=self.settings.temperature, **head._asdict()
+            )
+            return {"logprobs": logprobs}
+
+        return score
 
     @torch.no_grad()
     def _head(self, number: int, tokens: TokenBatch, samples: Sequence[int]) -> TeacherHead | None:

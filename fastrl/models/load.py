@@ -693,8 +693,17 @@ def quiet() -> Iterator[None]:
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     """Options by transformers' names of today: ``dtype``, and ``quantization_config`` for
-    ``load_in_4bit`` and ``load_in_8bit``."""
+    ``load_in_4bit`` and ``load_in_8bit``.
+
+    Raises:
+        ValueError: a dtype that PyTorch has not.
+    """
     renamed = {"dtype" if name == "torch_dtype" else name: x for name, x in options.items()}
+    dtype = renamed.get("dtype")
+    if isinstance(dtype, str) and dtype != "auto":
+        known = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(known, torch.dtype):
+            raise ValueError(f"dtype={dtype!r} is none of PyTorch's, such as 'bfloat16'")
     four, eight = renamed.pop("load_in_4bit", None), renamed.pop("load_in_8bit", None)
     if four:
         renamed["quantization_config"] = quantised.four_bit_config(

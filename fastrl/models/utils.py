@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -249,15 +249,21 @@ def _bits(x: Tensor) -> int:
     return int(total)
 
 
-def model_identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
+def model_identity(
+    model: nn.Module, tokenizer: Any, moving: Collection[str] = ()
+) -> dict[str, Any]:
     """What must be the same where a run resumes: the kind of model, its vocabulary and tokenizer,
     and the weights that are not trained, which checkpoints of adapters do not have.
 
     Args:
         model: a model of transformers or PEFT, or a wrapper of fastrl around one.
         tokenizer: None where there is none.
+        moving: names, in the model without wrappers, of weights that follow the trained ones, and
+            are in checkpoints.
     """
     plain = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    follow = tuple(f".{name}" for name in moving)
+    plain = {name: p for name, p in plain.items() if not f".{name}".endswith(follow)}
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(x, "task_type", None) == "SEQ_CLS" for x in adapters):
         # The head that PEFT has put a trained copy in front of: drawn anew each time, never run.

@@ -110,7 +110,7 @@ _TRUNCATIONS: dict[str, Any] = {**TRUNCATIONS, **_UNSUPPORTED_SAMPLING}
 # over what is left.
 CUTS = {
     *TRUNCATIONS,
-    *("min_new_tokens", "suppress_tokens", "bad_words_ids", "response_format"),
+    *("min_new_tokens", "suppress_tokens", "bad_words_ids", "response_format", "tool_choice"),
 }
 _CHANGES: dict[str, Any] = {
     **PROCESSORS,
@@ -130,7 +130,8 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
         model: a causal LM, or a value-head model around one.
 
     Raises:
-        ValueError: max_new_tokens below 1, a NaN, a padding token below 0, a bad ``stop``.
+        ValueError: max_new_tokens below 1, a NaN, a padding token below 0, a bad ``stop``, a top_k,
+            top_p or min_p that leaves no token.
         TypeError: an argument of another type than it takes.
     """
     effective = _EffectiveKwargs(generation_kwargs, model)
@@ -322,15 +323,22 @@ class _EffectiveKwargs:
             "repetition_penalty": self._number("repetition_penalty", 1) > 0,
         }
         if self.sampled:
-            top_k = self._number("top_k", 0)
-            checks |= {
-                "temperature": self._number("temperature", 1) > 0,
-                "top_k": top_k >= 0 and top_k == int(top_k),
-                "top_p": self._number("top_p", 1) > 0,
-                "min_p": 0 <= self._number("min_p", 0) <= 1,
-            }
+            self._check_cuts()
+            checks["temperature"] = self._number("temperature", 1) > 0
         wrong = [name for name, holds in checks.items() if not holds]
         return next((name for name in self.kwargs if name in wrong), wrong[0] if wrong else None)
+
+    def _check_cuts(self) -> None:
+        """Raises ValueError for values with which nothing could be drawn."""
+        top_k, top_p, min_p = (self._number(x, off) for x, off in TRUNCATIONS.items())
+        rules = {
+            "top_k": (top_k, "an integer, 0 (off) or positive", top_k >= 0 and top_k == int(top_k)),
+            "top_p": (top_p, "in (0, 1]", top_p > 0),
+            "min_p": (min_p, "in [0, 1]", 0 <= min_p <= 1),
+        }
+        for name, (value, rule, holds) in rules.items():
+            if not holds:
+                raise ValueError(f"{name} must be {rule}, got {value:g}")
 
     def params(self) -> SamplingParams:
         most = self._most_new()

@@ -21,6 +21,7 @@ from fastrl.models.host_memory import to_device
 
 ResponseFormat = Mapping[str, Any]
 LONGEST = 1 << 19  # characters of a grammar
+_NAMED = {"name", "description", "schema", "strict"}  # of a schema in OpenAI's API
 _FORMS = ("json_schema", "regex", "choices", "lark")
 _PROBE = '{"a": [1, "b c"]}'  # what a tokenizer's tokens are tried on
 
@@ -81,19 +82,22 @@ def checked_format(given: Any, name: str = "response_format") -> ResponseFormat 
 
 def _of_openai(given: dict[str, Any], name: str) -> dict[str, Any] | None:
     """A format without the type that OpenAI's API has; None for text."""
-    if "type" not in given:
+    inner, kind = given.get("json_schema"), given.get("type")
+    named = isinstance(inner, Mapping) and "schema" in inner and not inner.keys() - _NAMED
+    if "type" not in given and not named:
         return given
-    kind, inner = given["type"], given.get("json_schema")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_schema": {"type": "object"}}
-    if kind == "json_schema" and isinstance(inner, Mapping) and "schema" in inner:
-        return {"json_schema": inner["schema"]}
-    raise ValueError(
-        f"{name} has the type {kind!r}: it may be json_schema (with its schema), json_object or "
-        "text; a schema itself is passed as {'json_schema': schema}"
-    )
+    if named and kind in (None, "json_schema"):
+        found: Any = {"json_schema": inner["schema"]}  # type: ignore[index]
+    elif kind in ("json_object", "text"):
+        found = {"json_schema": {"type": "object"}} if kind == "json_object" else None
+    else:
+        raise ValueError(
+            f"{name} has the type {kind!r}: it may be json_schema (with its schema), json_object "
+            "or text; a schema itself is passed as {'json_schema': schema}"
+        )
+    if others := sorted(given.keys() - {"type", *(["json_schema"] if named else [])}):
+        raise ValueError(f"{name} has {', '.join(others)} beside its type: leave one of both out")
+    return found
 
 
 def _schema(given: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastrl.config import SAMPLED
 from fastrl.rollout.generation_kwargs import (
+    Change,
     changes_of_the_draw,
     refuse_unknown,
     unknown_changes,
@@ -49,6 +50,8 @@ def check_draws(args: Any, model: Any, stacklevel: int) -> None:
     """
     changes = changes_of_the_draw(args.generation_arguments, model, args.temperature)
     changes = [change for change in changes if not change.origin]
+    if args.tool_choice != "auto":
+        changes.append(Change("tool_choice", args.tool_choice, "auto", ""))
     refuse_unknown(changes, args.policy_support)
     if unknown := unknown_changes(changes, args.policy_support):
         warnings.warn(warning_of(unknown, args.temperature), stacklevel=stacklevel + 1)

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -82,6 +82,7 @@ class Stage:
         settings: the settings of the run.
         tokens: the lengths of its texts in tokens, by the names of the arguments of ``plan``.
         memory: the log of the rehearsal's memory, and notes of what it leaves out.
+        of_teachers: the rows of teachers' heads.
     """
 
     trainer_class: Any
@@ -89,6 +90,7 @@ class Stage:
     settings: Any
     tokens: Mapping[str, int]
     memory: Rehearsal
+    of_teachers: list[int] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -97,7 +99,13 @@ class Stage:
 
     @property
     def vocabulary(self) -> int:
-        return self.skeleton.config.get_text_config().vocab_size
+        """The number of tokens, as many as the smallest head has rows."""
+        return min([_rows(self.skeleton), *self.of_teachers])
+
+    def tokenizer(self) -> Any:
+        """A blank one, with all tokens where heads that differ are compared over them."""
+        differ = bool({*self.of_teachers} - {_rows(self.skeleton)})
+        return blank_tokenizer(self.vocabulary if differ else 0)
 
     @property
     def size(self) -> int:
@@ -143,7 +151,7 @@ class Stage:
             **others,
             args=self.arguments(**changed),
             train_dataset=Dataset.from_dict(dict(rows)),
-            processing_class=blank_tokenizer(),
+            processing_class=self.tokenizer(),
         )
 
     def train(self, trainer: Any, *references: Any) -> None:
@@ -364,6 +372,11 @@ def _online(
     return trainer.__class__.__name__.removesuffix("Trainer"), sizes
 
 
+def _rows(skeleton: Skeleton) -> int:
+    """The rows of a model's head."""
+    return skeleton.config.get_text_config().vocab_size
+
+
 def likeliest(_prompts: Any, completion_ids: Sequence[list[int]], **_: Any) -> list[Any]:
     """The vocabulary's first token at each place, as if a teacher were sure of it."""
     return [([[0]] * len(ids), [[0.0]] * len(ids)) for ids in completion_ids]
@@ -377,6 +390,7 @@ def _built(stage: Stage, teachers: Mapping[str, Any]) -> tuple[Any, dict[str, An
     for name, skeleton in teachers.items():
         if isinstance(skeleton, Skeleton):
             notes += skeleton.guesses
+            stage.of_teachers.append(_rows(skeleton))
             built[name] = skeleton.build()
             built[name].config.name_or_path = ""
         elif skeleton == ADAPTER:  # its copy, which does not follow the policy's
@@ -473,9 +487,8 @@ def _ppo(
         ]
         if config.teacher_column:
             read["teachers"] = [list(teachers)[i % len(teachers)] for i in range(size)]
-    tokenizer = blank_tokenizer()
     trainer = stage.trainer_class(
-        shortened, policy, tokenizer=tokenizer, critic=values, **of_teachers
+        shortened, policy, tokenizer=stage.tokenizer(), critic=values, **of_teachers
     )
     memory.notes += stage.skeleton.guesses
     memory.follow(policy, trainer.optimizer)

@@ -48,6 +48,12 @@ VARIANTS = {
     "an optimizer of transformers": {"optim": "adamw_torch", "optim_args": "weight_decay=0.1"},
     "an adapter": {"peft_config": LORA},
     "an adapter that was trained": {"peft_config": LORA, "reference_adapter": "start"},
+    "an adapter that is followed": {
+        "peft_config": LORA,
+        "reference_adapter": "start",
+        "sync_ref_every": 2,
+        "ref_ema": 0.5,
+    },
 }
 
 

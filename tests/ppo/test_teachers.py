@@ -12,6 +12,7 @@ from peft import get_peft_model
 from torch import Tensor
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from fastrl.models import CausalLMPolicy
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.ledger import read_ledger
 from fastrl.trainers.ppo.method import old_logprobs_of
@@ -298,6 +299,8 @@ def running(kind: str, folder: Path, **settings: Any) -> tuple[PPOTrainer, Datas
     elif kind == "adapter":
         adapted(7).save_pretrained(folder)
         given["teacher_model"], policy = str(folder), with_adapter()
+    elif kind == "an adapter's mean":
+        given["teacher_model_kind"], policy = "ema", with_adapter()
     elif kind == "several":
         teacher, given["teacher_column"] = {"a": another(1), "b": another(2)}, "of"
         data = rows(of=["a", "b"] * 4)
@@ -318,6 +321,7 @@ def train(trainer: PPOTrainer, data: Dataset, output: Path | None, **arguments: 
 
 
 RUNS = ("model", "host", "reward", "base", "live", "ema", "adapter", "several")
+RUNS += ("an adapter's mean",)
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -330,7 +334,7 @@ def test_a_killed_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
     assert differing(bits(whole), bits(part)) == []
 
 
-@pytest.mark.parametrize("kind", ["reward", "ema", "several"])
+@pytest.mark.parametrize("kind", ["reward", "ema", "several", "an adapter's mean"])
 @pytest.mark.parametrize("first", [True, False])
 def test_samples_of_a_run_are_drawn_again(kind: str, first: bool, tmp_path: Path) -> None:
     """After updates that learn of teachers behind their prompts, by the ledger."""
@@ -430,6 +434,14 @@ def test_a_plan_counts_teachers(settings: dict[str, Any]) -> None:
     assert both[0]["reference"] - both[1]["reference"] == pytest.approx(sum(of_teachers), rel=0.05)
 
 
+@pytest.mark.parametrize("rows", [(97, 120), (120, 97)])
+def test_a_plan_is_made_of_heads_with_rows_of_padding(rows: tuple[int, int]) -> None:
+    policy, teacher = (tiny_models.language_model("qwen2", vocab_size=n) for n in rows)
+    no_reference = GROUPS | {"init_kl_coef": 0.0}
+    trainer = make(teacher, CausalLMPolicy(policy), teacher_kl_coef=0.5, **no_reference)
+    assert trainer.plan(8, 8).peak > 0
+
+
 # What is refused, before anything changes.
 
 
@@ -449,6 +461,7 @@ ON = {"teacher_kl_coef": 0.5}
     (of_another, {**ON, "teacher_beta": -0.1}, "teacher_beta"),
     (of_another, {**ON, "teacher_kl_coef": -1.0}, "teacher_kl_coef"),
     (of_another, {**ON, "teacher_kl_in": "rewards"}, "teacher_kl_in"),
+    (of_another, {**ON, "teacher_kl_in": "reward", "teacher_beta": 0.5}, "leave one of the two"),
     (lambda _: {"a": another()}, ON, "and teacher_column, the column, go together"),
     (of_another, {**ON, "teacher_column": "of"}, "and teacher_column, the column, go together"),
     (of_another, {**ON, "teacher_prompt_template": "{prompt}"}, r"has no \{privileged_context\}"),

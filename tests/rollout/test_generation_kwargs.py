@@ -109,10 +109,6 @@ REFUSALS = [
     ({"do_sample": True, "eta_cutoff": 0.1}, "eta_cutoff"),
     ({"do_sample": True, "top_h": 0.4}, "top_h"),
     ({"do_sample": True, "temperature": 0.0}, "temperature"),
-    ({"do_sample": True, "top_k": -1}, "top_k"),
-    ({"do_sample": True, "top_k": 2.5}, "top_k"),
-    ({"do_sample": True, "top_p": 0.0}, "top_p"),
-    ({"do_sample": True, "min_p": 1.1}, "min_p"),
     ({"repetition_penalty": 0.0}, "repetition_penalty"),
     ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size"),
     ({"bad_words_ids": [[5], [5, 6]]}, "bad_words_ids"),
@@ -135,6 +131,18 @@ REFUSALS = [
 @together(("kwargs", "name"), REFUSALS)
 def test_the_first_argument_without_an_equivalent_is_named(kwargs, name, model):
     assert translate(kwargs, model) == name
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), [
+    ("top_k", -1, "must be an integer, 0 .off. or positive, got -1"),
+    ("top_k", 2.5, "must be an integer, 0 .off. or positive, got 2.5"),
+    ("top_p", 0.0, r"must be in \(0, 1\], got 0"),
+    ("min_p", 1.1, r"must be in \[0, 1\], got 1.1"),
+])  # fmt: skip
+def test_cuts_that_leave_no_token_are_an_error(name, value, rule, model):
+    with pytest.raises(ValueError, match=f"{name} {rule}"):
+        translate({"do_sample": True, name: value}, model)
+    translate({"do_sample": False, name: value}, model)  # it draws nothing
 
 
 @pytest.mark.parametrize("most", [0, -3])

@@ -196,6 +196,8 @@ OPENAI = {"type": "json_schema", "json_schema": {"name": "person", "schema": PER
 
 def test_forms_are_read_as_others_write_them():
     assert checked_format(OPENAI) == {"json_schema": PERSON}
+    untyped = {"json_schema": OPENAI["json_schema"]}
+    assert checked_format(untyped) == {"json_schema": PERSON}
     assert checked_format({"type": "json_object"}) == {"json_schema": {"type": "object"}}
     assert checked_format({"type": "text"}) is None
     assert checked_format({"json_schema": json.dumps(PERSON)}) == {"json_schema": PERSON}
@@ -208,6 +210,9 @@ def test_forms_are_read_as_others_write_them():
         ({"regexp": "a"}, "must have one of"),
         ({"type": "xml"}, "has the type 'xml'"),
         ({"type": "object", "properties": {}}, "a schema itself is passed as"),
+        ({"type": "json_object", "schema": {"type": "integer"}}, "has schema beside its type"),
+        ({"type": "text", "regex": "a"}, "has regex beside its type"),
+        ({**OPENAI, "regex": "a"}, "has regex beside its type"),
         ({"choices": "yes"}, "choices must be texts"),
         ({"choices": []}, "choices must be texts"),
         ({"regex": 7}, "regex must be a text"),

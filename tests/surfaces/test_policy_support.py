@@ -379,3 +379,12 @@ def test_what_is_not_known_is_refused(tmp_path):
 def test_cut_sampling_over_the_whole_vocabulary_is_told(tmp_path):
     with pytest.warns(UserWarning, match=r"top_k=20, top_p=0.8 changes .*policy_support='sampled'"):
         group_trainer(tmp_path, policy_support="full")
+
+
+def test_settings_of_what_is_not_asked_for_are_named(tmp_path):
+    unread = r"reference_support='full' \(policy_support is not 'sampled'\)"
+    kind = r"teacher_model_kind='live' \(teacher_kl_coef is 0\), "
+    with pytest.warns(UserWarning, match=f"nothing reads: {kind}{unread}"):
+        GRPOConfig(str(tmp_path), teacher_model_kind="live", reference_support="full")
+    with pytest.warns(UserWarning, match=r"nothing reads: reference_support='full' .policy_suppo"):
+        PPOConfig(reference_support="full")

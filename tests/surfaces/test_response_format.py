@@ -194,6 +194,11 @@ def test_a_required_call_is_valid_from_the_first_step(tmp_path):
         assert (sizes[: int(mask.int().cumprod(0).sum())] < 300).all()
 
 
+def test_calls_over_the_whole_vocabulary_are_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="tool_choice='required' changes what tokens are drawn"):
+        make(tmp_path, tools=[multiply], tool_choice="required", policy_support="full")
+
+
 def test_without_the_choice_an_untrained_model_calls_nothing(tmp_path):
     trainer, _ = trained(tmp_path, tools=[multiply], max_completion_length=90)
     assert trainer.state.log_history[0]["tools/call_frequency"] == 0

@@ -342,6 +342,28 @@ def test_the_ledger_has_what_a_teacher_read_and_said(kind: str, tmp_path: Path) 
             said = of_all.gather(1, response[:, None])[:, 0].float()
             found = torch.tensor(row["teacher_logprobs"])
             torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-4)
+            # As used: the same for all tokens but for what a teacher in the rewards says of each.
+            apart = torch.tensor(row["logprobs"]) - found if place == "reward" else 0.0
+            of_sample = torch.tensor(row["advantages"]) + 0.5 * apart
+            if kind == "grpo":
+                torch.testing.assert_close(of_sample, of_sample[:1].expand_as(of_sample))
+
+
+@pytest.mark.parametrize("place", ["reward", "loss"])
+def test_log_probs_of_a_teacher_with_rows_of_padding_are_over_the_tokens(
+    place: str, tmp_path: Path
+) -> None:
+    teacher = another(vocab_size=110)
+    settings = {"teacher_kl_coef": 0.5, "teacher_kl_in": place, "beta": 0.0, "ledger": True}
+    online(tmp_path, "grpo", teacher, **settings).train()
+    for row in read_ledger(tmp_path / "ledger").to_pylist():
+        prompt, response = (torch.tensor(row[x]) for x in ("prompt_ids", "completion_ids"))
+        with torch.no_grad():
+            logits = exact(teacher)(torch.cat([prompt, response])[None]).logits[0]
+        logits = logits[len(prompt) - 1 : -1, :97]  # the tokenizer's
+        said = logits.log_softmax(-1).gather(1, response[:, None])[:, 0].float()
+        found = torch.tensor(row["teacher_logprobs"])
+        torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-4)
 
 
 def test_models_of_two_dtypes_and_autocast(tmp_path: Path) -> None:

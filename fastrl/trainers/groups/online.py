@@ -744,7 +744,8 @@ class OnlineTrainer(BaseTrainer, ABC):
         if self.teaching is not None:
             learnable = self.teaching.noted(learnable)
         recorded = collected.recorded().without("columns", "completions", "noted")
-        further = ("learned", "teachers", "teacher_prompt_ids", "teacher_logprobs")
+        further = ["learned", "token_advantages"]
+        further += ["teachers", "teacher_prompt_ids", "teacher_logprobs"]
         recorded = replace(recorded, **{name: getattr(learnable, name) for name in further})
         of_all = recorded.gathered(self.processes)
         if self._ledger is None:

@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastrl.collect.arguments import RecordArguments
-from fastrl.config import PPOConfig, TeacherArguments, parse_json
+from fastrl.config import SAMPLED, PPOConfig, TeacherArguments, parse_json
 from fastrl.learn.penalties import Penalties
 from fastrl.learn.ref_model import ReferenceArguments
 from fastrl.learn.teacher import TeacherSettings
 from fastrl.run.transformers_settings import reads_best_metric
-from fastrl.settings import check_refused, idle, kept_setting, refused, setting, setting_like
+from fastrl.settings import (
+    check_refused,
+    idle,
+    kept_setting,
+    refusals,
+    refused,
+    setting,
+    setting_like,
+    warn_of_unread_settings,
+)
 from fastrl.trainers.groups.rollout_correction import MODES
 from fastrl.trainers.supervised import SupervisedArguments
 
@@ -220,6 +229,11 @@ class OnlineConfig(ReferenceArguments, TeacherArguments, RecordArguments, Superv
                 "response_format and vllm_structured_outputs_regex say what responses look like: "
                 "set one of the two"
             )
+        if "teacher_kl_coef" not in refusals(self):
+            unread = self.teachers_unread()
+            if self.policy_support != SAMPLED:
+                unread.append(("reference_support", "policy_support is not 'sampled'"))
+            warn_of_unread_settings(self, unread, stacklevel=4)
         if self.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size would break groups of num_generations responses: leave it "

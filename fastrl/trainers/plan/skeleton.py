@@ -212,12 +212,13 @@ def _config_of(folder: str) -> tuple[Any, list[str]]:
 WORDS = ("a", "b")  # each is one token
 
 
-def blank_tokenizer() -> Any:
-    """A tokenizer that can pad and end, and knows two words."""
+def blank_tokenizer(size: int = 0) -> Any:
+    """A tokenizer that can pad and end, and knows two words, and others up to ``size`` tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<pad>": 0, "<eos>": 1, **{word: 2 + i for i, word in enumerate(WORDS)}}
+    vocabulary |= {f"another{i}": i for i in range(len(vocabulary), size)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")

@@ -175,12 +175,16 @@ class TrainerState:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Facts that must be the same in the run that resumes."""
-        reference = {} if self._reference_moves else self.reference.own_weights()
+        reference, moving = self.reference.own_weights(), set[str]()
+        if self._reference_moves:
+            reference, moving = {}, {*reference}
+        if self.teachers is not None:
+            moving |= {*self.teachers.follow.weights()}
         critic = {} if self.critic is None else {"critic": self.critic.identity()}
         return {
             **critic,
             "method": self.config.method,
-            **model_identity(self.policy, self.tokenizer),
+            **model_identity(self.policy, self.tokenizer, moving),
             "reference": f"{self.reference.mode} {checksum(reference)}",
             **({} if self.teachers is None else {"teachers": self.teachers.identity()}),
         }
