@@ -78,7 +78,8 @@ class GenerateBackend(RolloutBackend):
         if request.generation_kwargs.get("response_format") is not None:
             raise ValueError(
                 "response_format needs the rollout engine, and model.generate runs here: set "
-                "rollout_backend='engine', for a model that it runs, or leave response_format out"
+                "rollout_backend='engine', for a model that it runs, or leave response_format (or "
+                "tool_choice='required') out"
             )
         engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
         kwargs, limits, samples = request.generation_kwargs, request.limits, range(request.samples)

@@ -108,7 +108,7 @@ class SamplingParams:
         if self.response_format is not None and self.min_new_tokens:
             raise ValueError(
                 f"min_new_tokens={self.min_new_tokens} bars the end of texts that response_format "
-                "says are complete: leave one of the two out"
+                "(or tool_choice='required') says are complete: leave one of the two out"
             )
         for i, given in enumerate(self._formats()):
             checked_format(given, "response_format" + (f"[{i}]" if self._formats_differ else ""))

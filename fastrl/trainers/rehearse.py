@@ -102,8 +102,8 @@ class Stage:
         """The number of tokens, as many as the smallest head has rows."""
         return min([_rows(self.skeleton), *self.of_teachers])
 
-    def tokenizer(self) -> Any:
-        """A blank one, with all tokens where heads that differ are compared over them."""
+    def blank(self) -> Any:
+        """A blank tokenizer, with all tokens where heads that differ are compared over them."""
         differ = bool({*self.of_teachers} - {_rows(self.skeleton)})
         return blank_tokenizer(self.vocabulary if differ else 0)
 
@@ -151,7 +151,7 @@ class Stage:
             **others,
             args=self.arguments(**changed),
             train_dataset=Dataset.from_dict(dict(rows)),
-            processing_class=self.tokenizer(),
+            processing_class=self.blank(),
         )
 
     def train(self, trainer: Any, *references: Any) -> None:
@@ -488,7 +488,7 @@ def _ppo(
         if config.teacher_column:
             read["teachers"] = [list(teachers)[i % len(teachers)] for i in range(size)]
     trainer = stage.trainer_class(
-        shortened, policy, tokenizer=stage.tokenizer(), critic=values, **of_teachers
+        shortened, policy, tokenizer=stage.blank(), critic=values, **of_teachers
     )
     memory.notes += stage.skeleton.guesses
     memory.follow(policy, trainer.optimizer)

@@ -152,9 +152,11 @@ class TeacherModels:
         self.vocabulary = None if len(self.sizes) == 1 else len(tokenizer)
         # Heads of one size are compared row by row, whatever a tokenizer has beyond them.
         if self.vocabulary is not None and min(self.sizes) < self.vocabulary:
+            mine = policy.pretrained_model.get_output_embeddings().weight.shape[0]
+            whose = "the policy's" if mine == min(self.sizes) else "a teacher's"
             raise ValueError(
-                f"a head has {min(self.sizes)} rows, and the tokenizer {len(tokenizer)} tokens: "
-                "teacher and policy must have a row for each token"
+                f"{whose} head has {min(self.sizes)} rows, and the tokenizer {len(tokenizer)} "
+                "tokens: teacher and policy must have a row for each token"
             )
         own = self.references.get(_OWN)
         averaged = own is not None and args.teacher_model_kind == "ema"
@@ -572,6 +574,11 @@ class TeacherPrompts:
             raise ValueError(
                 f"{where} has neither {PROMPT} nor {CONTEXT}: a teacher's prompt is made of one of "
                 "them; leave both columns out where teachers read the policy's prompts"
+            )
+        if not context or (isinstance(context, str) and not context.strip()):
+            raise ValueError(
+                f"{CONTEXT} of {where} is empty, so that its teacher would read no more than the "
+                "policy does: fill it, or leave the row out"
             )
         if is_chat(context):  # messages, or the content blocks of one
             has_roles = any("role" in each for each in context)

@@ -456,7 +456,7 @@ ON = {"teacher_kl_coef": 0.5}
     (of_another, {}, "teacher_kl_coef is 0, so that nothing is learned of it"),
     (of_another, {**ON, "teacher_model": "x"}, "names another: leave one out"),
     (swapped, ON, "'w5' is token 5 of the policy's, and 'w6' of the teacher"),
-    (lambda _: another(vocab_size=90), ON, "a head has 90 rows, and the tokenizer 97 tokens"),
+    (lambda _: another(vocab_size=90), ON, "a teacher's head has 90 rows, and the"),
     (of_another, {**ON, "teacher_beta": 1.5}, "teacher_beta"),
     (of_another, {**ON, "teacher_beta": -0.1}, "teacher_beta"),
     (of_another, {**ON, "teacher_kl_coef": -1.0}, "teacher_kl_coef"),

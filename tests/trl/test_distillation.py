@@ -501,7 +501,7 @@ def without_numbers(_: Path) -> Any:
 @pytest.mark.parametrize(("teacher", "settings", "said"), [
     (swapped, {}, "'w5' is token 5 of the policy's, and 'w6' of the teacher"),
     (of_another, long_hint, "the teacher's prompt of row 3 of train_dataset has 6. tokens"),
-    (lambda _: another(vocab_size=90), {}, "a head has 90 rows, and the tokenizer 97 tokens"),
+    (lambda _: another(vocab_size=90), {}, "a teacher's head has 90 rows, and the"),
     (None, {}, r"the policy itself \(teacher_model_kind='base'\) behind the same prompts"),
     (None, {"teacher_model_kind": "live"}, "nothing to learn of it: give the data a column"),
     (of_another, {"beta": 1.5}, "beta"),
@@ -514,6 +514,8 @@ def without_numbers(_: Path) -> Any:
      "row 7 of train_dataset: column 'of' names the teacher 'c', and teacher_model has a"),
     (of_another, lambda _: {"train_dataset": prompts(privileged_context=["w3"] * 7 + [None])},
      "row 7 of train_dataset has neither teacher_prompt nor privileged_context"),
+    (of_another, lambda _: {"train_dataset": prompts(privileged_context=["w3"] * 7 + [" "])},
+     "privileged_context of row 7 of train_dataset is empty"),
     (of_another, lambda _: {"train_dataset": prompts(privileged_context=[[PICTURE]] * 8)},
      "privileged_context of row 0 of train_dataset, message 0 has content of the type 'image'"),
     (of_another,

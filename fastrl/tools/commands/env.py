@@ -55,7 +55,7 @@ def describe() -> str:
     for device in devices():
         backend, reason = fastrl_kernels.explain(device)
         lines += [f"  on {device}: {backend} ({reason})"]
-        lines += [f"    {op:<18}{backend}" for op in kernel_ops()]
+        lines += [f"    {op:<20}{backend}" for op in kernel_ops()]
     lines += [f"products on cpu ({gemm.source()})"]
     rules = gemm.rules() if gemm.source() == gemm.BY_RULE else {}
     for dtype, choice in gemm.choices().items():

@@ -163,7 +163,12 @@ class PPOJob(TrainingJob):
     top_p: float = setting(
         "Sample among the likeliest tokens that make up this probability.", 1.0, within="(0, 1]"
     )
-
+    min_p: float = setting(
+        "Sample among tokens with at least this share of the likeliest one's probability; 0 is "
+        "all of them.",
+        0.0,
+        within="[0, 1]",
+    )
     lora_dropout: float = setting("Must be 0: a policy that PPO trains has no dropout.", 0.0)
     save_every: int = setting(
         "Steps between two checkpoints; 0 is only where the run fails or is stopped.",
@@ -220,7 +225,9 @@ class PPOJob(TrainingJob):
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
-        return {"max_new_tokens": self.max_new_tokens, "top_k": self.top_k, "top_p": self.top_p}
+        cuts = {"top_k": self.top_k, "top_p": self.top_p}
+        cuts |= {"min_p": self.min_p} if self.min_p else {}
+        return {"max_new_tokens": self.max_new_tokens, **cuts}
 
 
 @dataclass
