@@ -21,7 +21,7 @@ from benchmarks.plots import COLOURS, document
 
 NAME, PAGE = "calls", "response_format.md"
 SEEDS = (0, 1)
-ARMS = {"required": COLOURS["fastrl"], "free": COLOURS["trl"]}
+ARMS = {"required": COLOURS["fastrl"], "auto": COLOURS["trl"]}
 # What is shown, its name in the trainer's log, and its title.
 SHOWN = (
     ("valid", "rewards/valid/mean", "responses with a valid call"),
@@ -48,7 +48,7 @@ def figures(result: dict[str, Any]) -> str:
         for title, at in (("first step", 0), ("last step", -1)):
             cells = [spread([log[at][name] for log in logs], ".2f") for name, *_ in SHOWN]
             rows.append([f'`"{arm}"`' if title == "first step" else "", title, *cells])
-    head = ("calls are", "", *(title for *_, title in SHOWN))
+    head = ("`tool_choice`", "", *(title for *_, title in SHOWN))
     said = f"{result['settings']['steps']} steps of GRPO, {len(result['settings']['seeds'])} seeds"
     return f"{table(head, rows, 2)}\n\n{said}; {result['machine']['cpu']}, one thread."
 
@@ -63,8 +63,8 @@ def curves(result: dict[str, Any]) -> str:
         ]
         panels.append(Panel(title, "step", lines))
     drawn, high = grid(panels)
-    drawn += legend({f"calls {arm}": colour for arm, colour in ARMS.items()})
-    return document(high, "GRPO from random weights with tools, calls required and free", drawn)
+    drawn += legend({f"tool_choice: {arm}": colour for arm, colour in ARMS.items()})
+    return document(high, "GRPO from random weights with tools, calls required and not", drawn)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     result["runs"] = []
     for seed in args.seeds:
         for arm in ARMS:
-            logs = example["train"](str(args.folder), arm == "free", seed, args.steps)
+            logs = example["train"](str(args.folder), arm == "auto", seed, args.steps)
             rows = [
                 {"step": i, **{name: log[key] for name, key, _ in SHOWN}}
                 for i, log in enumerate(logs, 1)

@@ -17,8 +17,8 @@ def test_the_experiment_runs_and_is_written(tmp_path: Path) -> None:
 
     (path,) = results.glob("*/*-calls.json")
     runs = {run["arm"]: run["rows"] for run in json.loads(path.read_text())["runs"]}
-    assert [row["step"] for row in runs["free"]] == [1, 2]
-    assert runs["required"][0]["valid"] == 1 > runs["free"][0]["valid"]
+    assert [row["step"] for row in runs["auto"]] == [1, 2]
+    assert runs["required"][0]["valid"] == 1 > runs["auto"][0]["valid"]
     text, drawn = page.read_text(), (docs / "plots" / "calls.svg").read_text()
     assert '| `"required"` | first step | 1.00 (' in text
     assert (text[:6], text[-6:]) == ("above\n", "below\n")
