@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl_kernels import TokenSets, gemm, linear_logprobs, reference
-from fastrl_kernels.token_sets import packed, unpacked
+from fastrl_kernels.token_sets import packed, restrict_to_words_, unpacked
 from fastrl_kernels.types import KL_KINDS
 from tests.kernels.judge import judge
 from tests.kernels.test_linear_logprobs import (
@@ -246,3 +246,16 @@ def test_other_misuse_is_named():
         TokenSets.joined([TokenSets.whole(1, 7), TokenSets.whole(1, 8)])
     with pytest.raises(ValueError, match="mean_logit is of all tokens"):
         linear_logprobs(**batch(1, 7), support=TokenSets.whole(1, 7), extras=("mean_logit",))
+
+
+@pytest.mark.parametrize(("rows", "first", "columns"), [
+    (1, 0, 1), (3, 5, 20), (7, 40, 17), (2, 31, 2), (300, 0, 5003), (9, 4096, 907),
+])  # fmt: skip
+def test_words_restrict_logits_of_any_columns_whatever_they_are(rows, first, columns):
+    torch.manual_seed(0)
+    mask = torch.rand(rows, first + columns) < 0.5
+    x = torch.randn(rows, first + columns + 9)[:, 3 : 3 + columns]  # rows of a stride
+    x[0, 0], x[-1, -1] = torch.nan, torch.inf
+    expected = x.masked_fill(~mask[:, first:], -torch.inf)
+    found = restrict_to_words_(x, packed(mask)[:, first // 32 :], first % 32)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

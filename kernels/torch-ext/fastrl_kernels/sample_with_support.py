@@ -24,7 +24,7 @@ from .sampling import (
     sample_tokens,
     without_zero,
 )
-from .token_sets import counts_of, ids_of, packed, unpacked, within
+from .token_sets import counts_of, ids_of, packed, restrict_to_words_, unpacked, within
 from .types import LOWEST, SampledTokens, SamplingParameters
 
 _INF = math.inf
@@ -136,7 +136,7 @@ def _of_allowed(
             found = _of_some(x, ids, keys[rows], columns, vocabulary)
             tokens[rows], numbers[rows], words[rows] = found
         else:
-            x = torch.where(unpacked(allowed[rows], vocabulary), logits[rows], -_INF)
+            x = restrict_to_words_(logits[rows].float(), allowed[rows])
             drawn, words[rows] = in_chunks(_of_all, x, keys[rows], chosen, buffers=3)
             tokens[rows], numbers[rows] = drawn.tokens, torch.stack(drawn[1:], -1)
     return SampledTokens(tokens, *numbers.unbind(-1)), words

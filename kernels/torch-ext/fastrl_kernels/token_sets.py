@@ -19,6 +19,8 @@ from .checks import check_device
 ONLY, BUT, BITS, WHOLE = 0, 1, 2, 3
 _WORD = 32
 _AT_A_TIME = 1 << 24  # elements of masks that exist at a time
+_IN_CACHE = 1 << 18  # elements that are worked on at a time
+_MINUS_INF = -(1 << 23)  # the bits of -inf in fp32
 _GATHER = 0x0102040810204080  # collects the lowest bits of eight bytes in the highest byte
 
 
@@ -175,7 +177,7 @@ class TokenSets:
         sizes = torch.where(self.kinds == WHOLE, self.vocabulary, sizes)
         of_bits = (self.kinds == BITS).nonzero()[:, 0]
         if len(of_bits):
-            sizes[of_bits] = counts_of(self._bits(of_bits))
+            sizes[of_bits] = counts_of(self._bits(of_bits, 0, _words(self.vocabulary)))
         return sizes
 
     def words(self) -> Tensor:
@@ -235,11 +237,11 @@ class TokenSets:
         of_bits = (kinds == BITS).nonzero()[:, 0]
         if not len(of_bits):
             return
-        gone = ~unpacked(self._bits(of_bits + rows.start), x.shape[1], first)
+        words = self._bits(of_bits + rows.start, first // _WORD, _words(first + x.shape[1]))
         if len(of_bits) == len(x):
-            x.masked_fill_(gone, -torch.inf)
+            restrict_to_words_(x, words, first % _WORD)
         else:
-            x[of_bits] = x[of_bits].masked_fill_(gone, -torch.inf)
+            x[of_bits] = restrict_to_words_(x[of_bits], words, first % _WORD)
 
     def _mask(self, rows: slice) -> Tensor:
         x = torch.zeros(rows.stop - rows.start, self.vocabulary, device=self.data.device)
@@ -256,9 +258,10 @@ class TokenSets:
             return of, self.data[ends[0] : ends[-1]].long()
         return of, self.data[_places(self.offsets, names.nonzero()[:, 0] + rows.start)].long()
 
-    def _bits(self, rows: Tensor) -> Tensor:
-        """The words of rows that have bits, [n, W]."""
-        return self.data[_places(self.offsets, rows)].view(len(rows), _words(self.vocabulary))
+    def _bits(self, rows: Tensor, first: int, end: int) -> Tensor:
+        """The words from ``first`` to ``end`` of rows that have bits, [n, end - first]."""
+        words = torch.arange(first, end, device=rows.device)
+        return self.data[self.offsets[rows][:, None] + words]
 
 
 def packed(mask: Tensor) -> Tensor:
@@ -280,6 +283,28 @@ def unpacked(words: Tensor, columns: int, first: int = 0) -> Tensor:
     return eights.view(torch.bool).view(len(words), 8 * (end - begin))[:, first - 8 * begin :][
         :, :columns
     ]
+
+
+def restrict_to_words_(x: Tensor, words: Tensor, first: int = 0) -> Tensor:
+    """Gives logits x [r, C] -inf where words [r, W] have no bit, from the bit ``first`` on."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        return x.masked_fill_(~unpacked(words, x.shape[1], first), -torch.inf)
+    # By bits, a few rows at a time: masks of floats are chosen by branches, which take four times
+    # as long.
+    kept = -(torch.arange(256)[:, None] >> torch.arange(8) & 1).int()
+    begin, end = first // 8, -(-(first + x.shape[1]) // 8)
+    octets = words.contiguous().view(torch.uint8)[:, begin:end].int()
+    bits, place = x.view(torch.int32), slice(first % 8, first % 8 + x.shape[1])
+    at_a_time = max(1, _IN_CACHE // max(1, x.shape[1]))
+    memory = torch.empty(min(at_a_time, len(x)) * octets.shape[1], 8, dtype=torch.int32)
+    for rows in torch.arange(len(x)).split(at_a_time):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        found = memory[: len(rows) * octets.shape[1]]
+        torch.index_select(kept, 0, octets[part].flatten(), out=found)
+        mask = found.view(len(rows), -1)[:, place]
+        bits[part].bitwise_and_(mask)
+        bits[part].bitwise_or_(mask.bitwise_not_().bitwise_and_(_MINUS_INF))
+    return x
 
 
 def _eights(device: torch.device) -> Tensor:
