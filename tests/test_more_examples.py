@@ -223,8 +223,8 @@ def test_calls_are_valid_from_the_first_step_where_they_have_to_be(tmp_path):
     train = run("grpo_calls")["train"]
     required, free = (train(str(tmp_path), free=x, steps=3) for x in (False, True))
     assert [log["rewards/valid/mean"] for log in required] == [1.0] * 3
-    assert min(log["reward"] for log in required) > 0.2
-    assert max(log["reward"] for log in free) < 0.1
+    assert min(log["reward"] for log in required) > 0.05
+    assert [log["rewards/valid/mean"] for log in free] == [0.0] * 3
 
 
 def test_a_model_learns_from_itself_with_a_hint(tmp_path):
