@@ -14,7 +14,7 @@ from benchmarks.environments import source_tree
 # The cases that a smoke test takes of each benchmark.
 CASES = {
     "ops": "gae", "ppo": "copy and fp32", "grpo": "update", "ref_model": "", "rollout": "",
-    "run": "ledger", "plan": "", "training": "DPO", "scripts": "DPO",
+    "run": "ledger", "plan": "", "training": "DPO", "scripts": "DPO", "cuts": "top-p",
 }  # fmt: skip
 
 
