@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT, results
-from benchmarks.markdown import filled, table
+from benchmarks.experiments import add_places, write_newest
+from benchmarks.markdown import table
 from benchmarks.panels import Line, Panel, grid, legend, spread
 from benchmarks.plots import COLOURS, document
 
@@ -32,12 +33,7 @@ SHOWN = (
 def write(folder: Path, docs: Path) -> None:
     """Writes `plots/calls.svg` and the figures of `response_format.md`, where that page is, by the
     newest result file, if there is one."""
-    result = results.newest_of(folder, NAME)
-    if result is None:
-        return
-    (docs / "plots" / f"{NAME}.svg").write_text(curves(result), encoding="utf-8")
-    if (page := docs / PAGE).exists():
-        page.write_text(filled(page.read_text(encoding="utf-8"), figures(result)), encoding="utf-8")
+    write_newest(folder, docs, NAME, PAGE, curves, figures)
 
 
 def figures(result: dict[str, Any]) -> str:
@@ -69,11 +65,8 @@ def curves(result: dict[str, Any]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks calls`."""
-    parser.add_argument("--folder", type=Path, default=Path("runs", NAME), help="for the trainers")
+    add_places(parser, NAME, SEEDS)
     parser.add_argument("--steps", type=int, default=40, help="of GRPO")
-    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
-    parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="FOLDER")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
 
 
 def run(args: argparse.Namespace) -> int:

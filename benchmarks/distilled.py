@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, T
 
 from benchmarks import ROOT, results
 from benchmarks.distilled_figures import NAME, START, write
+from benchmarks.experiments import add_places
 
 SEEDS, HINT_SEEDS = (0, 1, 2), (0, 1)
 SECONDS, SFT_SECONDS, MEASUREMENTS = 30.0, 90.0, 10
@@ -263,13 +264,10 @@ def of_itself(folder: Path, seed: int) -> list[dict[str, float]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks distilled`."""
-    parser.add_argument("--folder", type=Path, default=Path("runs", NAME), help="for the models")
+    add_places(parser, NAME, SEEDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the processor, an arm")
     parser.add_argument("--sft-seconds", type=float, default=SFT_SECONDS, help="before the arms")
-    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     parser.add_argument("--hint-seeds", type=int, nargs="*", default=HINT_SEEDS)
-    parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="FOLDER")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import filled, table
+from benchmarks.experiments import write_newest
+from benchmarks.markdown import table
 from benchmarks.panels import Line, Panel, grid, legend, spread
 from benchmarks.plots import COLOURS, document
-from benchmarks.results import newest_of
 
 NAME, START = "distilled", "start"
 ARM_COLOURS = {START: COLOURS["eager"], "distillation": COLOURS["fastrl"], "SFT": COLOURS["trl"]}
@@ -20,12 +20,7 @@ LEARNED = {"distillation": "; sums that are learned", "SFT": "; sums held out"}
 def write(folder: Path, docs: Path) -> None:
     """Writes `plots/distilled.svg` and the figures of `distillation.md` by the newest result file,
     if there is one."""
-    result = newest_of(folder, NAME)
-    if result is None:
-        return
-    (docs / "plots" / f"{NAME}.svg").write_text(curves(result), encoding="utf-8")
-    page = docs / "distillation.md"
-    page.write_text(filled(page.read_text(encoding="utf-8"), figures(result)), encoding="utf-8")
+    write_newest(folder, docs, NAME, "distillation.md", curves, figures)
 
 
 def figures(result: dict[str, Any]) -> str:

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
 
-from benchmarks import ROOT, results
+from benchmarks import results
+from benchmarks.experiments import add_places
 from benchmarks.support_figures import NAME, write
 
 SEEDS = (0, 1, 2)
@@ -281,14 +282,11 @@ def ratios(task: Task) -> list[dict[str, Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks support`."""
-    parser.add_argument("--folder", type=Path, default=Path("runs", NAME), help="for the trainers")
+    add_places(parser, NAME, SEEDS)
     parser.add_argument("--sft-steps", type=int, default=SFT_STEPS, help="before GRPO")
     parser.add_argument("--steps", type=int, default=STEPS, help="of GRPO")
     parser.add_argument("--every", type=int, default=EVERY, help="steps between judgements")
     parser.add_argument("--rate", type=float, default=RATE, help="GRPO's learning rate")
-    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
-    parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="FOLDER")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
 
 
 def run(args: argparse.Namespace) -> int:

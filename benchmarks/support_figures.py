@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import filled, table
+from benchmarks.experiments import write_newest
+from benchmarks.markdown import table
 from benchmarks.panels import Line, Panel, grid, legend, spread
 from benchmarks.plots import COLOURS, document
-from benchmarks.results import newest_of
 
 NAME, PAGE = "support", "policy_support.md"
 SUPPORT_COLOURS = {"full": COLOURS["trl"], "sampled": COLOURS["fastrl"]}
@@ -25,12 +25,7 @@ JUDGED = (
 def write(folder: Path, docs: Path) -> None:
     """Writes `plots/support.svg`, and the figures of `policy_support.md` where that page is, by the
     newest result file, if there is one."""
-    result = newest_of(folder, NAME)
-    if result is None:
-        return
-    (docs / "plots" / f"{NAME}.svg").write_text(curves(result), encoding="utf-8")
-    if (page := docs / PAGE).exists():
-        page.write_text(filled(page.read_text(encoding="utf-8"), figures(result)), encoding="utf-8")
+    write_newest(folder, docs, NAME, PAGE, curves, figures)
 
 
 def figures(result: dict[str, Any]) -> str:

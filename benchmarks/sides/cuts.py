@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, ClassVar
 
-from benchmarks.sides.grpo import GRPOSide
+from benchmarks.sides.grpo import GRPOSide, UpdateSide
 from benchmarks.sides.ppo import sampling
 from benchmarks.sides.rollout import VLLM, Engine, RolloutSide, Workload
 from benchmarks.timing import now
@@ -16,8 +16,6 @@ ANSWER_TOKENS = 60  # more than an answer has, of one byte each
 class CutStepSide(GRPOSide):
     """fastrl's GRPO steps on responses drawn with top-p; ``support`` says what their log-probs are
     over."""
-
-    TIMERS = {"update": "time/ppo/optimize_step", "scores": "time/ppo/forward_pass"}  # noqa: RUF012
 
     def __init__(self, library: Any, shape: dict[str, Any], support: str) -> None:
         self.settings = {"policy_support": support}
@@ -41,9 +39,9 @@ class CutStepSide(GRPOSide):
         return {"ratio": float(abs(ratios - 1).max())}
 
     def turn(self) -> dict[str, Any]:
-        """{"seconds": of the rollout, and of the phases in `TIMERS`}."""
+        """{"seconds": of the rollout, and of the phases of an :class:`UpdateSide`}."""
         stats = self.step()
-        phases = {phase: stats[timer] for phase, timer in self.TIMERS.items()}
+        phases = {phase: stats[timer] for phase, timer in UpdateSide.TIMERS.items()}
         return {"seconds": {"rollout": stats["rollout"], **phases}}
 
 

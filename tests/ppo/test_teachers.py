@@ -1,6 +1,7 @@
 """Teachers beside rewards in PPOTrainer: their term in the loss and their part of rewards against
 formulas in float64, resumed runs, replays, the ledger, plans, and what is refused."""
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -378,6 +379,22 @@ def test_a_run_refuses_another_teacher(tmp_path: Path) -> None:
     other, _ = running("ema", tmp_path)
     with pytest.raises(BadCheckpoint, match="make the trainer with the teachers that the run"):
         train(other, data, tmp_path / "run", resume=True)
+
+
+def test_frozen_weights_of_the_policy_are_checked_beside_a_teacher_that_moves(
+    tmp_path: Path,
+) -> None:
+    """Its weights have the same names, and are in another model."""
+    given = {"batch_size": 4, "mini_batch_size": 2, "teacher_kl_coef": 0.5}
+    given |= {"teacher_model_kind": "ema"}
+    for moved in (False, True):
+        policy = make_policy()
+        frozen = policy.pretrained_model.get_input_embeddings().weight.requires_grad_(False)
+        frozen.data += 0.01 * moved
+        trainer = PPOTrainer(PPOConfig(**given), policy, None, tiny.tokenizer())
+        refused = pytest.raises(BadCheckpoint, match="frozen weights differ")
+        with refused if moved else contextlib.nullcontext():
+            train(trainer, rows(), tmp_path / "run", steps=1 + moved, resume=moved)
 
 
 @pytest.mark.filterwarnings("ignore:numbers that are not finite in 1 of 4 sample")

@@ -36,11 +36,14 @@ class Follow(TrainerCallback):
             assert self.reference is not None
             self.reference.follow(self.weight)
 
+    @property
+    def moving(self) -> list[RefModel]:
+        """The reference, if it follows the policy."""
+        return [self.reference] if self.follows and self.reference is not None else []
+
     def weights(self) -> dict[str, Tensor]:
         """The weights of a reference that follows the policy, the tensors themselves; else {}."""
-        if not self.follows or self.reference is None:
-            return {}
-        return self.reference.own_weights()
+        return next((x.own_weights() for x in self.moving), {})
 
     def state(self) -> dict[str, Tensor]:
         """Copies of :meth:`weights` on the host, to be saved."""

@@ -175,11 +175,11 @@ class TrainerState:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Facts that must be the same in the run that resumes."""
-        reference, moving = self.reference.own_weights(), set[str]()
-        if self._reference_moves:
-            reference, moving = {}, {*reference}
-        if self.teachers is not None:
-            moving |= {*self.teachers.follow.weights()}
+        reference = {} if self._reference_moves else self.reference.own_weights()
+        following = [self.reference] if self._reference_moves else []
+        following += [] if self.teachers is None else self.teachers.follow.moving
+        # Adapters on the policy's own weights; other models are none of the policy's.
+        moving = {name for x in following if x.model is None for name in x.own_weights()}
         critic = {} if self.critic is None else {"critic": self.critic.identity()}
         return {
             **critic,

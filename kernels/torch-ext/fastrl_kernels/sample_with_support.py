@@ -13,7 +13,7 @@ from ._cpu.top_p import tempered
 from .argument_types import explains_types
 from .checks import check_device
 from .dispatch import choose
-from .race import winners_among
+from .race import winners, winners_among
 from .sampling import (
     check_draw,
     check_values,
@@ -28,21 +28,21 @@ from .token_sets import counts_of, ids_of, packed, restrict_to_words_, unpacked,
 from .types import LOWEST, SampledTokens, SamplingParameters
 
 _INF = math.inf
-
-
 # Of sets with at most this share of the vocabulary the tokens are gathered, a few hundred
 # operations for thousands; of others all logits are worked on.
 _SHORT = 1 / 64
 
-_Race = Callable[[Tensor, Tensor, Tensor, Tensor, "bool | Tensor"], Tensor]
-
 
 def _sample_rows(
-    x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor, race: _Race
+    x: Tensor,
+    p: SamplingParameters,
+    memory: Tensor,
+    draw: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws columns of fp32 logits [r, C] by ``race``, see ``raced``, in working memory
-    [3, r, parts, P]: columns [r], -1 in rows that are no distribution, the other fields of
-    ``SampledTokens`` [r, 5], and which columns are in the set, [r, C] bool."""
+    """Draws columns of fp32 logits [r, C] in working memory [3, r, parts, P], by what ``draw``
+    makes of the parts' sums [r, parts] and of the weights: columns [r], -1 in rows that are no
+    distribution, the other fields of ``SampledTokens`` [r, 5], and which columns are in the set,
+    [r, C] bool."""
     vocabulary = x.shape[-1]
     truncated, (greedy, p) = any(p.truncates(vocabulary)), without_zero(p)
     row_max = x.amax(-1, keepdim=True)
@@ -65,7 +65,7 @@ def _sample_rows(
     sums = memory[1].sum(-1)
     total = sums.sum(-1, keepdim=True)
     log_sum = log_sum_t1 = total.log()
-    column = race(x, sums, memory[1], keys, greedy)
+    column = raced(x, greedy, lambda: draw(sums, memory[1]))
     at_one = x.gather(-1, column) - row_max
     at = tempered(at_one.clone(), p.temperature) - log_sum
     if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
@@ -83,7 +83,7 @@ def _of_all(
     x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [r], numbers [r, 5] and words [r, ⌈V/32⌉] of draws from logits [r, V]."""
-    tokens, numbers, kept = _sample_rows(x, keys, p, memory, raced)
+    tokens, numbers, kept = _sample_rows(x, p, memory, lambda sums, w: winners(sums, w, keys))
     return tokens, numbers, packed(kept)
 
 
@@ -92,19 +92,11 @@ def _of_some(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same of logits [r, K] of some tokens: ``ids`` [r, K], in ascending order."""
 
-    def race(
-        x: Tensor, sums: Tensor, weights: Tensor, keys: Tensor, greedy: bool | Tensor
-    ) -> Tensor:
-        if greedy is True:
-            return x.argmax(-1, keepdim=True)
-        drawn = winners_among(weights[:, 0], ids, keys, vocabulary)
-        column = torch.searchsorted(ids, drawn).clamp_(max=x.shape[1] - 1)
-        if isinstance(greedy, Tensor):
-            return torch.where(greedy, x.argmax(-1, keepdim=True), column)
-        return column
+    def draw(_sums: Tensor, weights: Tensor) -> Tensor:
+        return torch.searchsorted(ids, winners_among(weights[:, 0], ids, keys, vocabulary))
 
     memory = x.new_empty(3, len(x), 1, x.shape[1])
-    columns, numbers, kept = _sample_rows(x, keys, p, memory, race)
+    columns, numbers, kept = _sample_rows(x, p, memory, draw)
     tokens = ids.gather(1, columns.clamp(min=0)[:, None])[:, 0]
     bits = kept.int() << (ids % 32).int()  # of distinct tokens: their sum has all of them
     words = bits.new_zeros(len(x), -(-vocabulary // 32)).scatter_add_(1, ids // 32, bits)

@@ -122,7 +122,7 @@ def _sample_rows(
         weights.mul_(kept)
         sums = memory[1].sum(-1)
         log_kept = log_sum - (total / sums.sum(-1, keepdim=True)).log()
-    column = raced(x, sums, memory[1], keys, greedy)
+    column = raced(x, greedy, lambda: winners(sums, memory[1], keys))
     at = x.gather(-1, column) - row_max
     scaled = tempered(at.clone(), p.temperature)
     at_one = at - (log_sum if log_sum_t1 is None else log_sum_t1)
@@ -130,12 +130,11 @@ def _sample_rows(
     return of_sound((total > 0) & (row_max > -_INF), column, fields)
 
 
-def raced(x: Tensor, sums: Tensor, weights: Tensor, keys: Tensor, greedy: bool | Tensor) -> Tensor:
-    """Columns [r, 1] drawn from logits by their weights [r, parts, P] and those of the parts; of
-    greedy rows the highest."""
+def raced(x: Tensor, greedy: bool | Tensor, draw: Callable[[], Tensor]) -> Tensor:
+    """Columns [r, 1] of logits [r, C]: what ``draw`` draws, of greedy rows the highest."""
     if greedy is True:
         return x.argmax(-1, keepdim=True)
-    column = winners(sums, weights, keys).clamp_(max=x.shape[-1] - 1)
+    column = draw().clamp_(max=x.shape[-1] - 1)
     if isinstance(greedy, Tensor):
         return torch.where(greedy, x.argmax(-1, keepdim=True), column)
     return column

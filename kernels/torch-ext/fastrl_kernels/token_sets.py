@@ -96,10 +96,8 @@ class TokenSets:
                 f"words have shape {tuple(words.shape)}: a vocabulary of {vocabulary} tokens has "
                 f"[N, {width}]"
             )
-        words, last = (
-            within(words.to("cpu", torch.int32).contiguous(), vocabulary),
-            _last(vocabulary),
-        )
+        words = within(words.to("cpu", torch.int32).contiguous(), vocabulary)
+        last = _last(vocabulary)
         counts = counts_of(words)
         kinds = torch.full((len(words),), BITS, dtype=torch.uint8)
         kinds[vocabulary - counts <= width] = BUT
@@ -295,15 +293,14 @@ def restrict_to_words_(x: Tensor, words: Tensor, first: int = 0) -> Tensor:
     begin, end = first // 8, -(-(first + x.shape[1]) // 8)
     octets = words.contiguous().view(torch.uint8)[:, begin:end].int()
     bits, place = x.view(torch.int32), slice(first % 8, first % 8 + x.shape[1])
-    at_a_time = max(1, _IN_CACHE // max(1, x.shape[1]))
-    memory = torch.empty(min(at_a_time, len(x)) * octets.shape[1], 8, dtype=torch.int32)
-    for rows in torch.arange(len(x)).split(at_a_time):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        found = memory[: len(rows) * octets.shape[1]]
-        torch.index_select(kept, 0, octets[part].flatten(), out=found)
-        mask = found.view(len(rows), -1)[:, place]
-        bits[part].bitwise_and_(mask)
-        bits[part].bitwise_or_(mask.bitwise_not_().bitwise_and_(_MINUS_INF))
+    step = max(1, _IN_CACHE // max(1, x.shape[1]))
+    memory = torch.empty(min(step, len(x)) * octets.shape[1], 8, dtype=torch.int32)
+    for i in range(0, len(x), step):
+        part, of = bits[i : i + step], octets[i : i + step]
+        found = torch.index_select(kept, 0, of.flatten(), out=memory[: of.numel()])
+        mask = found.view(len(of), -1)[:, place]
+        part.bitwise_and_(mask)
+        part.bitwise_or_(mask.bitwise_not_().bitwise_and_(_MINUS_INF))
     return x
 
 

@@ -12,8 +12,6 @@ from ..rows import as_rows_together
 CHUNK_ELEMENTS = 1 << 20  # logits that are worked on at a time: 4 MiB in fp32
 # Replaces -inf where exp(x)·x has to be 0: exp of it is 0.
 FLOOR = -200.0
-
-
 # exp(-87) = 1.6e-38, which no smaller normal number is near.
 LEAST, NOTHING = -87.0, 2e-38
 
