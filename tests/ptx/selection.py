@@ -63,6 +63,7 @@ _STANDING_FOR_ALL = {
     "test_sampling.py": ("test_keeps_what_transformers_keeps_of_a_long_row[triton-bfloat16-top-k]",
      "test_keeps_what_transformers_keeps_of_a_long_row[triton-float32-all]",
      "test_figures_match_the_formula[triton-hot-float32]"),
+    "test_token_sets.py": ("test_log_probs_and_entropies_over_sets[triton-mixed]",),
 }  # fmt: skip
 SELECTION = tuple(
     f"{KERNEL_TESTS}/{file}::{test}" for file, tests in _STANDING_FOR_ALL.items() for test in tests
