@@ -203,6 +203,8 @@ class TorchHead:
             exp = block if once else e[: len(block)]
             t, found = temperature.at(rows), out.at(rows)
             _statistics(block, labels[rows], transform, t, found, d, exp, cut)
+            if cut and once and found.entropies is None:
+                torch.threshold_(block, NOTHING, 0.0)
 
     @staticmethod
     def gradients_(
@@ -312,16 +314,10 @@ def _shifted(
     cut: bool,
 ) -> Tensor:
     """z - max z. -inf, of tokens that a bias masks out, becomes FLOOR, so that exp(d)·d is 0; where
-    rows are ``cut`` the lowest number of which `_exp` is fast."""
+    rows are ``cut`` LEAST: MKL takes up to 150 times as long for exponentials that underflow, which
+    there are nearly all."""
     d = torch.sub(x, row_max[:, None], out=out[: len(x)])
     return _times_(d, transform.outer, temperature).clamp_(min=LEAST if cut else FLOOR)
-
-
-def _exp(d: Tensor, out: Tensor, cut: bool) -> Tensor:
-    """exp(d), and 0 for the lowest numbers of rows that are ``cut``. MKL takes up to 150 times as
-    long for exponentials that underflow, which in these rows are nearly all."""
-    torch.exp(d, out=out)  # it may be what d was made of
-    return torch.threshold_(out, NOTHING, 0.0) if cut else out
 
 
 def _statistics(
@@ -344,7 +340,9 @@ def _statistics(
         out.mean_logit.copy_(_times_(x.mean(-1), transform.outer, temperature))
     if out.is_top1 is not None:
         torch.eq(x.argmax(-1), labels, out=out.is_top1)
-    _exp(d, e, cut)
+    torch.exp(d, out=e)  # it may be x
+    if cut and out.entropies is not None:
+        torch.threshold_(e, NOTHING, 0.0)  # else too little for a sum
     torch.sum(e, -1, out=out.exp_sum)
     log_sum = out.exp_sum.log()
     out.logprobs.copy_(torch.where(known, at_label - log_sum, torch.nan))
@@ -369,7 +367,9 @@ def _gradients_by_z(
     """exp(d)·(base + slope·(d - mean)), in place of x, or in d where a cap still needs x."""
     out = x if transform.softcap is None else d[: len(x)]
     d = _shifted(x, saved.unscaled_max, transform, temperature, d, cut)
-    e = _exp(d, e[: len(x)], cut)
+    e = torch.exp(d, out=e[: len(x)])
+    if cut:
+        torch.threshold_(e, NOTHING, 0.0)
     if upstream.entropies is None or saved.mean is None:
         return torch.mul(e, base[:, None], out=out)
     slope = _times_(-upstream.entropies / saved.exp_sum, transform.logit_scale, temperature)

@@ -20,7 +20,6 @@ ONLY, BUT, BITS, WHOLE = 0, 1, 2, 3
 _WORD = 32
 _AT_A_TIME = 1 << 24  # elements of masks that exist at a time
 _IN_CACHE = 1 << 18  # elements that are worked on at a time
-_MINUS_INF = -(1 << 23)  # the bits of -inf in fp32
 _GATHER = 0x0102040810204080  # collects the lowest bits of eight bytes in the highest byte
 
 
@@ -229,9 +228,12 @@ class TokenSets:
         of_only = only[pair_rows]
         kept = pair_rows[of_only], columns[of_only]
         values = x[kept]
-        x.index_fill_(0, only.nonzero()[:, 0], -torch.inf)
+        if bool(only.all()):
+            x.fill_(-torch.inf)  # a fifth of the other's time
+        else:
+            x.index_fill_(0, only.nonzero()[:, 0], -torch.inf)
+            x.index_put_((pair_rows[~of_only], columns[~of_only]), x.new_tensor(-torch.inf))
         x.index_put_(kept, values)
-        x.index_put_((pair_rows[~of_only], columns[~of_only]), x.new_tensor(-torch.inf))
         of_bits = (kinds == BITS).nonzero()[:, 0]
         if not len(of_bits):
             return
@@ -287,20 +289,22 @@ def restrict_to_words_(x: Tensor, words: Tensor, first: int = 0) -> Tensor:
     """Gives logits x [r, C] -inf where words [r, W] have no bit, from the bit ``first`` on."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
         return x.masked_fill_(~unpacked(words, x.shape[1], first), -torch.inf)
-    # By bits, a few rows at a time: masks of floats are chosen by branches, which take four times
+    # By bounds, a few rows at a time: masks of floats are chosen by branches, which take four times
     # as long.
-    kept = -(torch.arange(256)[:, None] >> torch.arange(8) & 1).int()
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    bounds = torch.where(bits == 1, torch.inf, -torch.inf)
     begin, end = first // 8, -(-(first + x.shape[1]) // 8)
     octets = words.contiguous().view(torch.uint8)[:, begin:end].int()
-    bits, place = x.view(torch.int32), slice(first % 8, first % 8 + x.shape[1])
+    place = slice(first % 8, first % 8 + x.shape[1])
     step = max(1, _IN_CACHE // max(1, x.shape[1]))
-    memory = torch.empty(min(step, len(x)) * octets.shape[1], 8, dtype=torch.int32)
+    memory = torch.empty(min(step, len(x)) * octets.shape[1], 8)
     for i in range(0, len(x), step):
-        part, of = bits[i : i + step], octets[i : i + step]
-        found = torch.index_select(kept, 0, of.flatten(), out=memory[: of.numel()])
-        mask = found.view(len(of), -1)[:, place]
-        part.bitwise_and_(mask)
-        part.bitwise_or_(mask.bitwise_not_().bitwise_and_(_MINUS_INF))
+        part, of = x[i : i + step], octets[i : i + step]
+        found = torch.index_select(bounds, 0, of.flatten(), out=memory[: of.numel()])
+        bound = found.view(len(of), -1)[:, place]
+        torch.minimum(part, bound, out=part)
+        if part.sum().isnan():  # no bound holds NaN
+            part.masked_fill_(bound < 0, -torch.inf)
     return x
 
 
