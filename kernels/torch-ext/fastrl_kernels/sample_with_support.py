@@ -42,7 +42,7 @@ def _sample_rows(
     """Draws columns of fp32 logits [r, C] in working memory [3, r, parts, P], by what ``draw``
     makes of the parts' sums [r, parts] and of the weights: columns [r], -1 in rows that are no
     distribution, the other fields of ``SampledTokens`` [r, 5], and which columns are in the set,
-    [r, C] bool."""
+    bool, in whole words: [r, ⌈C/32⌉·32]."""
     vocabulary = x.shape[-1]
     truncated, (greedy, p) = any(p.truncates(vocabulary)), without_zero(p)
     row_max = x.amax(-1, keepdim=True)
@@ -53,7 +53,7 @@ def _sample_rows(
     exponentials_of(tempered(torch.sub(x, row_max, out=d), p.temperature), weights)
     cutoff = torch.full_like(row_max, -_INF)
     if truncated:
-        lowest = lowest_kept(x, weights, row_max, p, d).clamp_(min=LOWEST)
+        lowest = lowest_kept(x, weights, row_max, p, kept).clamp_(min=LOWEST)
         if isinstance(greedy, Tensor):
             lowest = torch.where(greedy, LOWEST, lowest)
         finite = torch.gt(x, -_INF, out=kept).sum(-1, keepdim=True)
@@ -68,15 +68,17 @@ def _sample_rows(
     column = raced(x, greedy, lambda: draw(sums, memory[1]))
     at_one = x.gather(-1, column) - row_max
     at = tempered(at_one.clone(), p.temperature) - log_sum
+    d.clamp_(min=FLOOR)
+    # Over the parts as they are, as ``sample_tokens`` adds up: for the same bits.
+    mean = padded[0].mul_(padded[1]).sum(-1, keepdim=True) / total
     if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
         exponentials_of(torch.sub(x, row_max, out=d), d).mul_(kept)
         log_sum_t1 = padded[0].sum(-1, keepdim=True).log()
-    tempered(torch.sub(x, row_max, out=d), p.temperature).clamp_(min=FLOOR)
-    # Over the parts as they are, as ``sample_tokens`` adds up: for the same bits.
-    mean = padded[0].mul_(padded[1]).sum(-1, keepdim=True) / total
     sound = (total > 0) & (row_max > -_INF)
     drawn = of_sound(sound, column, [at, at_one - log_sum_t1, at, cutoff, log_sum - mean])
-    return *drawn, x >= torch.where(sound, lowest, _INF)
+    members = x.new_zeros(len(x), -(-vocabulary // 32) * 32, dtype=torch.bool)
+    torch.ge(x, torch.where(sound, lowest, _INF), out=members[:, :vocabulary])
+    return *drawn, members
 
 
 def _of_all(
@@ -98,7 +100,7 @@ def _of_some(
     memory = x.new_empty(3, len(x), 1, x.shape[1])
     columns, numbers, kept = _sample_rows(x, p, memory, draw)
     tokens = ids.gather(1, columns.clamp(min=0)[:, None])[:, 0]
-    bits = kept.int() << (ids % 32).int()  # of distinct tokens: their sum has all of them
+    bits = kept[:, : x.shape[1]].int() << (ids % 32).int()  # of distinct tokens: their sum has all of them
     words = bits.new_zeros(len(x), -(-vocabulary // 32)).scatter_add_(1, ids // 32, bits)
     return torch.where(columns < 0, -1, tokens), numbers, words
 
