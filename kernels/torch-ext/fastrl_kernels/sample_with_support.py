@@ -100,7 +100,8 @@ def _of_some(
     memory = x.new_empty(3, len(x), 1, x.shape[1])
     columns, numbers, kept = _sample_rows(x, p, memory, draw)
     tokens = ids.gather(1, columns.clamp(min=0)[:, None])[:, 0]
-    bits = kept[:, : x.shape[1]].int() << (ids % 32).int()  # of distinct tokens: their sum has all of them
+    # Of distinct tokens: the sum of their bits has all of them.
+    bits = kept[:, : x.shape[1]].int() << (ids % 32).int()
     words = bits.new_zeros(len(x), -(-vocabulary // 32)).scatter_add_(1, ids // 32, bits)
     return torch.where(columns < 0, -1, tokens), numbers, words
 
