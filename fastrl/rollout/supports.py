@@ -11,6 +11,8 @@ from fastrl.models.host_memory import to_device
 from fastrl.rollout.kv_cache import Slots
 from fastrl_kernels import TokenSets
 
+_AT_A_TIME = 512  # sets that are held as bits until they are made shorter, 6 KB each at GPT-2's V
+
 
 class SupportLog:
     """Collects the sets of all samples of a call of ``generate``, on the host.
@@ -25,6 +27,7 @@ class SupportLog:
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
         self._rows = 0  # sets collected so far
+        self._latest: list[Tensor] = []  # as bits, not yet among the sets
         self._sets: list[TokenSets] = []
         self._places: dict[int, list[int]] = {}  # of a sample's sets among them, by its index
 
@@ -41,14 +44,21 @@ class SupportLog:
         where = torch.tensor([list(running), before])
         rows, first = to_device(where, device)[:, :, None]
         columns = (first + torch.arange(steps, device=device)) % ring
-        words = slots.support[rows, columns].flatten(0, 1)
-        self._sets.append(TokenSets.of_words(words, self.vocabulary))
+        self._latest.append(slots.support[rows, columns].flatten(0, 1))
         for index in running.values():
             self._places[index] += range(self._rows, self._rows + steps)
             self._rows += steps
+        if sum(map(len, self._latest)) >= _AT_A_TIME:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        self._sets.append(TokenSets.of_words(torch.cat(self._latest), self.vocabulary))
+        self._latest = []
 
     def of_samples(self, sequences: Sequence[Tensor]) -> list[TokenSets]:
         """The sets of each sample's tokens."""
+        if self._latest:
+            self._shorten()
         whole = TokenSets.joined(self._sets)
         places = (self._places[i][: len(tokens)] for i, tokens in enumerate(sequences))
         return [whole.select(torch.tensor(rows, dtype=torch.long)) for rows in places]
