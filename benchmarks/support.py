@@ -3,8 +3,8 @@
 It is kept as a result file, drawn, and written into `docs/policy_support.md`; `report` does these
 two anew.
 
-A model with GPT-2's vocabulary learns a made-up language by SFT. From there GRPO raises the share
-of words that begin with one of ``REWARDED``, with responses that are drawn with top-p or with
+A model of GPT-2's size and vocabulary learns a made-up language by SFT. From there GRPO raises the
+share of words that begin with one of ``REWARDED``, with responses that are drawn with top-p or with
 top-k: with log-probs over the whole vocabulary (``policy_support="full"``) and over the sets that
 tokens were drawn from ("sampled"). What comes of it is judged by the plain code of `judged`, which
 is the same for both.
@@ -41,16 +41,16 @@ NO_CUT = "neither"
 # What the sampler's log-probs are over, and the trainer's.
 PAIRS = (("sampled", "full"), ("sampled", "sampled"), ("full", "full"))
 VOCABULARY, SPECIAL = 50257, ("<pad>", "<eos>", "<unk>")
-WIDTH, LAYERS = 128, 4
+WIDTH, LAYERS, HEADS = 768, 12, 12  # as GPT-2's
 CONSONANTS, VOWELS, REWARDED = "bdfgklmnprstvz", "aeiou", "bdfg"
 # Of each class of words, how steeply the probability of a word falls with its rank: there are
 # positions where nearly all of it is the likeliest word's, as in texts, and flat ones.
 EXPONENTS = (1.1, 3.0, 1.3, 2.0, 1.2, 4.0, 1.5, 1.2)
 SENTENCE, OPENING, LENGTH = 24, 8, 16  # words of a sentence, of a prompt; tokens of a response
 PROMPTS, HELD_OUT = 512, 32
-SFT_STEPS, SFT_BATCH, SFT_RATE = 300, 32, 4e-3
-STEPS, EVERY, RATE = 30, 5, 3e-4  # of GRPO; how often it is judged
-BATCH, GROUP = 64, 8
+SFT_STEPS, SFT_BATCH, SFT_RATE = 300, 32, 6e-4
+STEPS, EVERY, RATE = 20, 5, 5e-5  # of GRPO; how often it is judged
+BATCH, GROUP = 32, 8
 MEASURED = 4  # responses to each held-out prompt; distributions are judged at the first one's
 NEAR = 0.9, 1.1  # ratios outside of these are counted
 QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False}
@@ -133,7 +133,8 @@ def task_of(folder: Path, steps: int) -> Task:
     language, rng = Language(), random.Random(1)
     tokenizer = language.tokenizer()
     ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "vocab_size": VOCABULARY}
-    shape = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 2 * SENTENCE}
+    shape = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+    shape["n_positions"] = 2 * SENTENCE
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model = GPT2LMHeadModel(GPT2Config(**ids, **shape, **dropout))
     texts = [language.sentence(rng) for _ in range(steps * SFT_BATCH)]
@@ -287,15 +288,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="of GRPO")
     parser.add_argument("--every", type=int, default=EVERY, help="steps between judgements")
     parser.add_argument("--rate", type=float, default=RATE, help="GRPO's learning rate")
+    parser.add_argument("--threads", type=int, default=1)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs all of it on one thread, keeps what was measured, and writes it."""
-    torch.set_num_threads(1)
+    """Runs all of it, keeps what was measured, and writes it."""
+    torch.set_num_threads(args.threads)
     result = results.start_of_result(NAME, torch.device("cpu"))
     result["versions"] = results.versions("fastrl-lm", "torch", "transformers")
     result["settings"] = {"steps": args.steps, "rate": args.rate, "sft_steps": args.sft_steps}
     result["settings"] |= {"batch": BATCH, "group": GROUP, "length": LENGTH}
+    result["settings"]["threads"] = args.threads
     result["settings"] |= {"vocabulary": VOCABULARY, "width": WIDTH, "layers": LAYERS}
     task = task_of(args.folder, args.sft_steps)
     result["ratios"], result["curves"] = ratios(task), []

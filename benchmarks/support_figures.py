@@ -41,7 +41,7 @@ def figures(result: dict[str, Any]) -> str:
     seeds = len({x["seed"] for x in result["curves"]})
     after = f"GRPO from there, {settings['steps']} steps of {settings['batch']} responses in groups"
     after += f" of {settings['group']} at a learning rate of {settings['rate']:g}; means of {seeds}"
-    after += f" seeds, and their range; {machine}, one thread."
+    after += f" seeds, and their range; {machine}, {settings.get('threads', 1)} of its threads."
     parts = [table(head, _ratios(result)), said, _learned(result), after]
     return "\n\n".join(parts)
 

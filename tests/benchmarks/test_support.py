@@ -11,8 +11,8 @@ from benchmarks import report, support
 from benchmarks.support_figures import JUDGED
 
 TINY = {
-    "VOCABULARY": 203, "WIDTH": 16, "LAYERS": 1, "PROMPTS": 8, "HELD_OUT": 3, "SFT_BATCH": 4,
-    "BATCH": 4, "GROUP": 2, "MEASURED": 2,
+    "VOCABULARY": 203, "WIDTH": 16, "LAYERS": 1, "HEADS": 2, "PROMPTS": 8, "HELD_OUT": 3,
+    "SFT_BATCH": 4, "BATCH": 4, "GROUP": 2, "MEASURED": 2,
 }  # fmt: skip
 
 
