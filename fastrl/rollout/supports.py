@@ -11,7 +11,7 @@ from fastrl.models.host_memory import to_device
 from fastrl.rollout.kv_cache import Slots
 from fastrl_kernels import TokenSets
 
-_AT_A_TIME = 512  # sets that are held as bits until they are made shorter, 6 KB each at GPT-2's V
+AT_A_TIME = 512  # sets that are held as bits until they are made shorter, 6 KB each at GPT-2's V
 
 
 class SupportLog:
@@ -48,7 +48,7 @@ class SupportLog:
         for index in running.values():
             self._places[index] += range(self._rows, self._rows + steps)
             self._rows += steps
-        if sum(map(len, self._latest)) >= _AT_A_TIME:
+        if sum(map(len, self._latest)) >= AT_A_TIME:
             self._shorten()
 
     def _shorten(self) -> None:
