@@ -247,7 +247,8 @@ def record(names: Iterable[str]) -> None:
     installed, now = version("transformers"), described(names)
     content = json.loads(RECORD.read_text(encoding="utf-8"))
     newer = content.setdefault("newer", {})
-    if f"transformers=={installed}" in (ROOT / "constraints.txt").read_text().split():
+    constrained = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    if re.search(rf"^transformers=={re.escape(installed)}(?![\w.])", constrained, re.MULTILINE):
         content |= {"transformers": installed, "functions": now}
     else:
         before = content["functions"]

@@ -24,9 +24,15 @@ from tests.part import drawn
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-PLATFORMS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
 # What `make test` installs, and what `make docs` does besides; flash-attn would have to be built.
 EXTRAS = ("dev", "docs", "trackers")
+# By glibc: that of torch's wheels, where fastrl is used, and that of llguidance's (of Debian 11),
+# where it is developed.
+PLATFORMS: dict[str, tuple[str, ...]] = {
+    f"{processor}-manylinux_{glibc}": extras
+    for processor in ("x86_64", "aarch64")
+    for glibc, extras in (("2_28", ()), ("2_31", EXTRAS))
+}
 # The requirements of torch's wheels for CPUs, which have an index of their own.
 _CPU_WHEEL = """
 [[dependency-metadata]]
@@ -85,7 +91,7 @@ def _all(cases: Sequence[Case], constraints: Path, here: bool) -> Iterator[Found
 
 def elsewhere(case: Case, constraints: Path) -> Found:
     """As a stock machine resolves it, by uv."""
-    where = f"Python {case.python}, {case.platform.split('-')[0]}, torch: {case.wheel}"
+    where = f"Python {case.python}, {case.platform}, torch: {case.wheel}"
     stock = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_"))}
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder, "uv.toml")  # in place of the user's and the machine's
@@ -94,7 +100,7 @@ def elsewhere(case: Case, constraints: Path) -> Found:
         command += ["pip", "compile", str(ROOT / "pyproject.toml"), "--only-binary=:all:"]
         command += ["--no-annotate", "--no-header", "--python-version", case.python]
         command += ["--python-platform", case.platform]
-        command += [f"--extra={name}" for name in EXTRAS]
+        command += [f"--extra={name}" for name in PLATFORMS[case.platform]]
         if case.wheel != "unconstrained":
             command += ["--constraint", str(constraints)]
         done = subprocess.run(command, env=stock, capture_output=True, text=True)

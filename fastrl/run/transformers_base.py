@@ -212,8 +212,9 @@ class OpenTrainer(transformers.Trainer):
             return contextlib.nullcontext()
         # A model that transformers has loaded in shards is not wrapped by accelerate.
         loaded_in_shares = getattr(self, "is_distributed_loading_by_transformers", False)
-        if loaded_in_shares and hasattr(self.model, "set_requires_gradient_sync"):
-            return self._defer_fsdp_gradient_reduction()
+        deferred = getattr(self, "_defer_fsdp_gradient_reduction", None)  # older ones have none
+        if deferred and loaded_in_shares and hasattr(self.model, "set_requires_gradient_sync"):
+            return deferred()
         return accelerator.no_sync(model=model)
 
     def _update(self, at: StepsOfEpoch) -> None:
