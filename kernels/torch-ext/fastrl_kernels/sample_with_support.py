@@ -132,6 +132,8 @@ def _of_allowed(
             tokens[rows], numbers[rows], words[rows] = found
         else:
             x = restrict_to_words_(logits[rows].float(), allowed[rows])
+            if x.sum().isnan():
+                x.masked_fill_(~unpacked(allowed[rows], vocabulary), -_INF)
             drawn, words[rows] = in_chunks(_of_all, x, keys[rows], chosen, buffers=3)
             tokens[rows], numbers[rows] = drawn.tokens, torch.stack(drawn[1:], -1)
     return SampledTokens(tokens, *numbers.unbind(-1)), words

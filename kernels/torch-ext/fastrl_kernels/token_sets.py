@@ -288,7 +288,8 @@ def unpacked(words: Tensor, columns: int, first: int = 0) -> Tensor:
 
 
 def restrict_to_words_(x: Tensor, words: Tensor, first: int = 0) -> Tensor:
-    """Gives logits x [r, C] -inf where words [r, W] have no bit, from the bit ``first`` on."""
+    """Gives logits x [r, C] -inf where words [r, W] have no bit, from the bit ``first`` on; NaN may
+    stay."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
         return x.masked_fill_(~unpacked(words, x.shape[1], first), -torch.inf)
     # By bounds, a few rows at a time: masks of floats are chosen by branches, which take four times
@@ -305,8 +306,6 @@ def restrict_to_words_(x: Tensor, words: Tensor, first: int = 0) -> Tensor:
         found = torch.index_select(bounds, 0, of.flatten(), out=memory[: of.numel()])
         bound = found.view(len(of), -1)[:, place]
         torch.minimum(part, bound, out=part)
-        if part.sum().isnan():  # no bound holds NaN
-            part.masked_fill_(bound < 0, -torch.inf)
     return x
 
 
