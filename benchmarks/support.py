@@ -123,8 +123,9 @@ class Task(NamedTuple):
             yield model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
 
 
-def task_of(folder: Path, steps: int) -> Task:
-    """The language, and the model that has learned it by SFT."""
+def task_of(folder: Path, steps: int, learned: Path | None) -> Task:
+    """The language, and the model that has learned it by SFT, in an earlier run where it is given,
+    or else now; it is kept in the folder."""
     from datasets import Dataset
 
     from fastrl import SFTConfig, SFTTrainer, set_seed
@@ -136,14 +137,18 @@ def task_of(folder: Path, steps: int) -> Task:
     shape = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
     shape["n_positions"] = 2 * SENTENCE
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = GPT2LMHeadModel(GPT2Config(**ids, **shape, **dropout))
     texts = [language.sentence(rng) for _ in range(steps * SFT_BATCH)]
     args = SFTConfig(
         str(folder / "sft"), max_steps=steps, learning_rate=SFT_RATE,
         per_device_train_batch_size=SFT_BATCH, **QUIET,
     )  # fmt: skip
-    data = Dataset.from_dict({"text": texts})
-    SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
+    if learned:
+        model = GPT2LMHeadModel.from_pretrained(learned)
+    else:
+        model = GPT2LMHeadModel(GPT2Config(**ids, **shape, **dropout))
+        data = Dataset.from_dict({"text": texts})
+        SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train()
+        model.save_pretrained(folder / "model")
     openings = [language.sentence(rng, OPENING) for _ in range(PROMPTS + HELD_OUT)]
     return Task(folder, model.eval(), tokenizer, openings[HELD_OUT:], openings[:HELD_OUT])
 
@@ -285,6 +290,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks support`."""
     add_places(parser, NAME, SEEDS)
     parser.add_argument("--sft-steps", type=int, default=SFT_STEPS, help="before GRPO")
+    parser.add_argument("--model", type=Path, help="after these, of an earlier run: FOLDER/model")
     parser.add_argument("--steps", type=int, default=STEPS, help="of GRPO")
     parser.add_argument("--every", type=int, default=EVERY, help="steps between judgements")
     parser.add_argument("--rate", type=float, default=RATE, help="GRPO's learning rate")
@@ -300,13 +306,13 @@ def run(args: argparse.Namespace) -> int:
     result["settings"] |= {"batch": BATCH, "group": GROUP, "length": LENGTH}
     result["settings"]["threads"] = args.threads
     result["settings"] |= {"vocabulary": VOCABULARY, "width": WIDTH, "layers": LAYERS}
-    task = task_of(args.folder, args.sft_steps)
+    task = task_of(args.folder, args.sft_steps, args.model)
     result["ratios"], result["curves"] = ratios(task), []
-    settings = Run(args.steps, args.every, args.rate)
+    settings, saved = Run(args.steps, args.every, args.rate), None
     for (name, cut), support, seed in itertools.product(CUTS.items(), SUPPORTS, args.seeds):
         rows = curve(task, settings, cut, support, seed)
         result["curves"].append({"cut": name, "support": support, "seed": seed, "rows": rows})
         print(f"{name}, {support}, seed {seed}: {rows[0]} → {rows[-1]}", flush=True)
-    results.save(result, args.results)
+        saved = results.save(result, args.results, saved)
     write(args.results, args.docs)
     return 0

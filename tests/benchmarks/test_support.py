@@ -39,7 +39,6 @@ def test_the_experiment_runs_and_is_written(tmp_path: Path, monkeypatch) -> None
     told = ["--folder", str(tmp_path / "runs"), "--sft-steps", "2", "--steps", "2", "--every", "1"]
     told += ["--seeds", "0", "1", "--results", str(results), "--docs", str(docs)]
     assert command.main(["support", *told]) == 0
-
     (path,) = results.glob("*/*-support.json")
     result = json.loads(path.read_text())
     for row in result["ratios"]:
@@ -57,3 +56,9 @@ def test_the_experiment_runs_and_is_written(tmp_path: Path, monkeypatch) -> None
         assert f"| {row['name']} | {row['tokens']} | {row['kept']:.3f} |" in text
     assert (text[:6], text[-6:]) == ("above\n", "below\n")
     assert drawn.count('fill="none"') == len(JUDGED) * len(curves), "a curve of each seed"
+
+    again = ["--seeds", "0", "--model", str(tmp_path / "runs" / "model")]
+    assert command.main(["support", *told, *again]) == 0
+    (second,) = {*results.glob("*/*-support*.json")} - {path}
+    first = [x for x in result["curves"] if x["seed"] == 0]
+    assert json.loads(second.read_text())["curves"] == first, "the model of the earlier run"
