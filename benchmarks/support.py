@@ -313,6 +313,7 @@ def run(args: argparse.Namespace) -> int:
         rows = curve(task, settings, cut, support, seed)
         result["curves"].append({"cut": name, "support": support, "seed": seed, "rows": rows})
         print(f"{name}, {support}, seed {seed}: {rows[0]} → {rows[-1]}", flush=True)
-        saved = results.save(result, args.results, saved)
+        saved = results.save(result, args.folder, saved)  # what there is of it, if it ends here
+    results.save(result, args.results)
     write(args.results, args.docs)
     return 0

@@ -203,8 +203,6 @@ class TorchHead:
             exp = block if once else e[: len(block)]
             t, found = temperature.at(rows), out.at(rows)
             _statistics(block, labels[rows], transform, t, found, d, exp, cut)
-            if cut and once and found.entropies is None:
-                torch.threshold_(block, NOTHING, 0.0)
 
     @staticmethod
     def gradients_(
@@ -340,9 +338,10 @@ def _statistics(
         out.mean_logit.copy_(_times_(x.mean(-1), transform.outer, temperature))
     if out.is_top1 is not None:
         torch.eq(x.argmax(-1), labels, out=out.is_top1)
-    torch.exp(d, out=e)  # it may be x
-    if cut and out.entropies is not None:
-        torch.threshold_(e, NOTHING, 0.0)  # else too little for a sum
+    torch.exp(d, out=e)
+    further = out.entropies, out.log_sum_sq_probs
+    if cut and (e is x or any(wanted is not None for wanted in further)):
+        torch.threshold_(e, NOTHING, 0.0)  # e is x where it is kept; a sum alone does not see it
     torch.sum(e, -1, out=out.exp_sum)
     log_sum = out.exp_sum.log()
     out.logprobs.copy_(torch.where(known, at_label - log_sum, torch.nan))
