@@ -18,7 +18,23 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(params=["torch", "triton"])
+# Tests of ops that have compiled code for CPUs, too.
+_NATIVE = ("test_decode_attention", "test_decode_layers", "test_sampling", "test_low_logits")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    named = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
+    if "backend" in metafunc.fixturenames and "backend" not in named:
+        compiled = metafunc.module.__name__.rpartition(".")[2].startswith(_NATIVE)
+        backends = ["torch", "triton", *["native"] * (compiled and _on_cpu())]
+        metafunc.parametrize("backend", backends, indirect=True)
+
+
+def _on_cpu() -> bool:
+    return not torch.cuda.is_available()
+
+
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 

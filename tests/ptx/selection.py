@@ -7,7 +7,9 @@ KERNEL_TESTS = "tests/kernels"
 
 # Files whose tests launch no kernel of Triton's, or are about something else than its numbers.
 _LEFT_OUT = {
-    **dict.fromkeys(("test_argument_types.py", "test_hub.py", "test_import.py"), "no launch"),
+    **dict.fromkeys(
+        ("test_argument_types.py", "test_hub.py", "test_import.py", "test_native.py"), "no launch"
+    ),
     **dict.fromkeys(("test_draw_counts.py", "test_head_counts.py"), "count launches"),
     **dict.fromkeys(("test_gemm.py", "test_head_pieces.py"), "products on CPUs"),
     **dict.fromkeys(("test_beyond_32_bits.py", "test_head_on_gpu.py"), "sizes of a GPU"),

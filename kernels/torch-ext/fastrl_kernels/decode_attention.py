@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ._cpu.native import calls as native
 from .argument_types import explains_types
 from .checks import Passed, check_count, check_device, check_float, check_positive, is_plain, layout
 from .dispatch import choose
@@ -319,7 +320,7 @@ def decode_attention(
         sinks: [Hq] fp32, bf16 or fp16, s; none unless given.
         span: a bound of all lengths, M unless given. Work is sized by it, on the host, and rows
             that are longer become NaN.
-        backend: "auto", "triton" or "torch"; see ``explain``.
+        backend: "auto", "triton", "torch" or "native"; see ``explain``.
 
     Returns:
         [B, Hq, Dv] of the query's dtype.
@@ -351,5 +352,7 @@ def decode_attention(
         from ._triton.decode_attention import attend
 
         return attend(query, keys, values, tokens.lengths, tokens.arrivals, sinks, attention)
+    if chosen == "native" and native.are_fp32(query, keys, values, sinks):
+        return native.decode_attention(query, keys, values, tokens.lengths, sinks, attention)
     with torch.no_grad():
         return _attend(query, keys, values, tokens, sinks, attention)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-BACKENDS = ("auto", "triton", "torch")
+BACKENDS = ("auto", "triton", "torch", "native")
 BACKEND_VARIABLE = "FASTRL_KERNELS_BACKEND"
 TRITON_DEVICES = ("cuda",)  # ROCm devices call themselves "cuda" in torch
 
@@ -72,11 +72,12 @@ def explain(device: torch.device | str, backend: str = "auto") -> Choice:
 
     ``backend="auto"`` is Triton on CUDA and ROCm devices and under ``TRITON_INTERPRET=1``, PyTorch
     elsewhere; the environment variable ``FASTRL_KERNELS_BACKEND`` replaces "auto" by a name. A name
-    forces that backend.
+    forces that backend. "native" is compiled code for fp32 tensors of a CPU, which ops of decode
+    steps have; what it does not cover is PyTorch's.
 
     Raises:
         TypeError: a device that is none.
-        ValueError: an unknown backend, or "triton" where it cannot run.
+        ValueError: an unknown backend, or "triton" or "native" where it cannot run.
     """
     if not isinstance(device, torch.device | str):
         raise TypeError(
@@ -91,6 +92,12 @@ def explain(device: torch.device | str, backend: str = "auto") -> Choice:
         raise ValueError(f"unknown backend in {asked_by}: choose one of {', '.join(BACKENDS)}")
     if backend == "torch":
         return Choice("torch", f"{asked_by} asks for it")
+    if backend == "native" and kind_of_device(device) != device.type:
+        return Choice("torch", "the CPU stands for another device")
+    if backend == "native":
+        if lacks := _native_obstacle(device):
+            raise ValueError(f"{asked_by} cannot be honoured: {lacks}")
+        return Choice("native", f"{asked_by} asks for it")
 
     obstacle = _triton_obstacle(device)
     if backend == "triton":
@@ -177,6 +184,15 @@ def _triton_obstacle(device: torch.device) -> str | None:
         f"Triton kernels do not run on {device.type} tensors: move the tensors to a GPU, "
         "set TRITON_INTERPRET=1 before the first call, or use backend='torch'"
     )
+
+
+def _native_obstacle(device: torch.device) -> str | None:
+    """Why compiled code cannot take tensors on ``device``; None where it can."""
+    if device.type != "cpu":
+        return f"compiled code is for CPUs, not for {device.type} tensors"
+    from ._cpu.native.build import why_not
+
+    return why_not()
 
 
 def _compile_only_driver_active() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._cpu.native import calls as native
 from .argument_types import explains_types
 from .checks import check_device, check_float, check_float_dtype, check_positive, check_same_shape
 from .dispatch import choose
@@ -51,7 +52,7 @@ def rms_norm(
         residual: [..., H], to which x is added first.
         eps: ε > 0.
         dtype: of the result, fp32, bf16 or fp16; by default the wider of those of s and w.
-        backend: "auto", "triton" or "torch"; see ``explain``.
+        backend: "auto", "triton", "torch" or "native"; see ``explain``.
 
     Returns:
         [..., H]; with a residual also s, to which the next layer adds.
@@ -83,10 +84,14 @@ def rms_norm(
     else:
         same = unit_offset or weight.dtype == wide
         dtype = wide if same else torch.promote_types(wide, weight.dtype)
-    if choose(backend, x) == "triton":
+    chosen = choose(backend, x)
+    if chosen == "triton":
         from ._triton.rms_norm import normalise
 
         normed, total = normalise(x, weight, residual, eps, unit_offset, wide, dtype)
+    elif chosen == "native" and not unit_offset and native.are_fp32(x, weight, residual):
+        normed, total = native.rms_norm(x, weight, residual, eps)
+        normed = normed.to(dtype)
     else:
         with torch.no_grad():
             normed, total = torch_rms_norm(x, weight, residual, eps, unit_offset, dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._cpu.native import calls as native
 from .argument_types import explains_types
 from .checks import Passed, check_device, check_float, check_positive, is_plain, layout
 from .dispatch import choose
@@ -124,7 +125,7 @@ def rotate_and_store(
             dimension is contiguous. Changed in place.
         positions: [B] int64 in [0, M), else the Triton path stores nothing.
         norms: RMS normalisation of each head of queries and keys before.
-        backend: "auto", "triton" or "torch"; see ``explain``.
+        backend: "auto", "triton", "torch" or "native"; see ``explain``.
 
     Returns:
         The rotated queries, [B, Hq, D] of the cache's dtype.
@@ -144,9 +145,12 @@ def rotate_and_store(
         _check(inputs)
         if seen is not None:
             _passed.keep(seen, True)
-    if choose(backend, query) == "triton":
+    chosen = choose(backend, query)
+    if chosen == "triton":
         from ._triton import rotary
 
         return rotary.rotate_and_store(inputs)
+    if chosen == "native" and native.are_fp32(*inputs[:7], *(norms or ())[:2]):
+        return native.rotate_and_store(inputs)
     with torch.no_grad():
         return _torch_rotate_and_store(inputs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._cpu.native import calls as native
 from ._cpu.row_chunks import FLOOR, exponentials_of, rows_at_a_time
 from ._cpu.top_p import MANY, last_below, lowest_by_buckets, tempered
 from .argument_types import explains_types
@@ -237,6 +238,8 @@ def _run(
         from ._triton import sampling
 
         return sampling.sample(logits, keys, parameters)
+    if backend == "native" and native.draws(logits, parameters):
+        return native.draw(logits, keys, parameters)
     if logits.device.type == "cpu":
         check_values(parameters)
     return in_chunks(_sample_rows, logits, keys, parameters)[0]
@@ -322,7 +325,7 @@ def sample_tokens(
         top_k: a number or [N] integers; 0 is off.
         top_p: in (0, 1], a number or [N]; 1 is off.
         min_p: in [0, 1], a number or [N]; 0 is off, 1 keeps what equals the highest logit.
-        backend: "auto", "triton" or "torch"; see ``explain``.
+        backend: "auto", "triton", "torch" or "native"; see ``explain``.
 
     Returns:
         ``SampledTokens``: tokens, logprobs, logprobs_t1, truncated_logprobs, cutoffs, entropies.

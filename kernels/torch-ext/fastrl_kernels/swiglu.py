@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._cpu.native import calls as native
 from .argument_types import explains_types
 from .checks import check_device, check_float, check_same_shape
 from .dispatch import choose
@@ -17,7 +18,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
 
     Args:
         gate, up: [...] of one dtype: fp32, bf16 or fp16. Forward only.
-        backend: "auto", "triton" or "torch"; see ``explain``.
+        backend: "auto", "triton", "torch" or "native"; see ``explain``.
 
     Returns:
         [...] of their dtype.
@@ -33,9 +34,12 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
         raise TypeError(f"up is {up.dtype}, gate {gate.dtype}: convert one of them")
     check_same_shape("up", up, "gate", gate)
     check_device("up", up, "gate", gate)
-    if choose(backend, gate) == "triton":
+    chosen = choose(backend, gate)
+    if chosen == "triton":
         from ._triton.swiglu import gated
 
         return gated(gate, up)
+    if chosen == "native" and native.are_fp32(gate, up):
+        return native.swiglu(gate, up)
     with torch.no_grad():
         return F.silu(gate) * up

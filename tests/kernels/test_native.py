@@ -1,0 +1,103 @@
+"""Compiled code for CPUs: its products, and what is said where it cannot be had."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fastrl_kernels import explain, rms_norm
+from fastrl_kernels._cpu.native import build
+from fastrl_kernels._cpu.native.calls import Panels
+
+# Rows of one block and of several, of unequal ones, and of more than meet a panel at a time.
+ROWS = (1, 2, 7, 13, 32, 97, 200)
+SHAPES = ((1, 1), (33, 17), (64, 256), (70, 257), (130, 600))  # of weights: borders of panels
+
+
+@pytest.fixture
+def nothing_found():
+    """Compiled code is looked for anew, within the test and behind it."""
+    kept = build.library, build.compiler, build.why_not
+    for found in kept:
+        found.cache_clear()
+    yield
+    for found in kept:
+        found.cache_clear()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_are_as_exact_as_pytorchs(rows, shape):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, shape[1], generator=generator)
+    weight, bias = (torch.randn(n, generator=generator) for n in (shape, shape[:1]))
+    exact = x.double() @ weight.double().t() + bias
+    theirs = (torch.nn.functional.linear(x, weight, bias) - exact).square().mean().sqrt()
+    ours = (Panels(weight).linear(x, bias) - exact).square().mean().sqrt()
+    assert ours <= 2 * theirs + 1e-7  # of single rows MKL makes several sums
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_bits_are_its_own(threads):
+    x, weight = torch.randn(200, 600), torch.randn(130, 600)
+    panels, before = Panels(weight), torch.get_num_threads()
+    expected = panels.linear(x)
+    try:
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 11, 12, 13, 96, 97):
+            assert torch.equal(panels.linear(x[40 : 40 + rows]), expected[40 : 40 + rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_weights_and_rows_of_any_strides():
+    x, weight = torch.randn(3, 2, 40)[:, 1], torch.randn(40, 50).t()
+    assert torch.equal(Panels(weight).weight, Panels(weight.contiguous()).weight)
+    assert torch.equal(Panels(weight).linear(x), Panels(weight).linear(x.contiguous()))
+    assert Panels(weight).linear(x.view(3, 1, 40)).shape == (3, 1, 50)
+    assert Panels(weight).linear(x[:0]).shape == (0, 50)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "cause"),
+    [
+        (build.COMPILER_VARIABLE, "no-such-compiler", "there is no such program"),
+        (build.COMPILER_VARIABLE, "false", "failed"),
+        ("PATH", "", "no C compiler"),
+        ("XDG_CACHE_HOME", "/proc/nowhere", "nothing can be written to"),
+    ],
+)
+def test_what_lacks_is_said(nothing_found, monkeypatch, variable, value, cause):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=cause):
+        explain("cpu", "native")
+
+
+def test_it_is_for_cpus_alone():
+    with pytest.raises(ValueError, match="for CPUs"):
+        explain("cuda", "native")
+
+
+def test_other_sources_processors_and_versions_have_other_files(nothing_found, monkeypatch):
+    first = build._path()
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    second = build._path()
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert len({first, second, build._path()}) == 3
+
+
+def test_processes_that_build_at_once_leave_one_file(tmp_path):
+    program = "from fastrl_kernels._cpu.native.build import library; library()"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    both = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert len(list(tmp_path.rglob("*"))) == 3  # two folders, one file
+
+
+def test_what_it_has_no_code_for_is_pytorchs():
+    x, weight = torch.randn(3, 8).bfloat16(), torch.randn(8)
+    expected = rms_norm(x, weight, backend="torch")
+    assert torch.equal(rms_norm(x, weight, backend="native"), expected)
