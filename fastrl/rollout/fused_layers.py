@@ -457,6 +457,12 @@ def _is_watched(layer: Any) -> bool:
     return any(map(_is_hooked, (layer, *replaced)))
 
 
+# The module of hooks that transformers leaves on layers once hidden states, attentions or routers'
+# logits were asked for. They do nothing while none are, as in rollouts.
+_IDLE = "transformers.utils.output_capturing"
+
+
 def _is_hooked(module: Any) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or module._compiled_call_impl is not None
+    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+    watched = any(getattr(hook, "__module__", None) != _IDLE for hook in hooks)
+    return watched or module._compiled_call_impl is not None

@@ -291,6 +291,15 @@ def test_layers_that_hooks_look_into_stay_as_they_are(place: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_layers_whose_outputs_were_asked_for_once_run_fused_again() -> None:
+    """transformers leaves hooks on them, which do nothing until outputs are asked for again."""
+    model = model_of("llama")
+    decoding = Decoding(model)
+    model(torch.tensor([[3, 4]], device=DEVICE), output_hidden_states=True)
+    _, calls = decoding.step(active=True)
+    assert "_swiglu_kernel" in calls
+
+
 def test_an_adapter_that_comes_later_is_run() -> None:
     model = model_of("llama")
     decoding = Decoding(model)
