@@ -23,8 +23,8 @@ _NATIVE = ("test_decode_attention", "test_decode_layers", "test_sampling", "test
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    named = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
-    if "backend" in metafunc.fixturenames and "backend" not in named:
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "backend" in metafunc.fixturenames and not any("backend" in mark.args[0] for mark in marks):
         compiled = metafunc.module.__name__.rpartition(".")[2].startswith(_NATIVE)
         backends = ["torch", "triton", *["native"] * (compiled and _on_cpu())]
         metafunc.parametrize("backend", backends, indirect=True)
