@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastrl_kernels import dispatch, workspace
+from fastrl_kernels._cpu.native.build import why_not
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +37,8 @@ def _on_cpu() -> bool:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "native" and (lacks := why_not()):
+        pytest.skip(lacks)
     return request.param
 
 

@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
-from fastrl_kernels import explain, rms_norm
+from fastrl_kernels import explain, rms_norm, rotate_and_store
 from fastrl_kernels._cpu.native import build
 from fastrl_kernels._cpu.native.calls import Panels
 
+pytestmark = pytest.mark.skipif(build.why_not() is not None, reason="no compiled code here")
 # Rows of one block and of several, of unequal ones, and of more than meet a panel at a time.
 ROWS = (1, 2, 7, 13, 32, 97, 200)
 SHAPES = ((1, 1), (33, 17), (64, 256), (70, 257), (130, 600))  # of weights: borders of panels
@@ -95,6 +96,26 @@ def test_processes_that_build_at_once_leave_one_file(tmp_path):
     both = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     assert len(list(tmp_path.rglob("*"))) == 3  # two folders, one file
+
+
+def test_positions_outside_of_a_slot_are_refused():
+    heads, angles = torch.randn(2, 1, 4), torch.randn(2, 4)
+    cache = torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 4)
+    for positions in ((0, 3), (-1, 0)):
+        with pytest.raises(IndexError, match="outside of a slot's 3 tokens"):
+            rotate_and_store(
+                *(heads, heads, heads, angles, angles, *cache, torch.tensor(positions)),
+                backend="native",
+            )
+    assert not any(x.any() for x in cache), "nothing is stored"
+
+
+def test_compiled_programs_trace_pytorchs_path():
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    traced = torch.compile(
+        lambda x: rms_norm(x, weight, backend="native"), backend="eager", fullgraph=True
+    )
+    assert torch.equal(traced(x), rms_norm(x, weight, backend="torch"))
 
 
 def test_what_it_has_no_code_for_is_pytorchs():

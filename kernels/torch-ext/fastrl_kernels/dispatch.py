@@ -94,6 +94,8 @@ def explain(device: torch.device | str, backend: str = "auto") -> Choice:
         return Choice("torch", f"{asked_by} asks for it")
     if backend == "native" and kind_of_device(device) != device.type:
         return Choice("torch", "the CPU stands for another device")
+    if backend == "native" and torch.compiler.is_compiling():
+        return Choice("torch", "torch.compile traces PyTorch's path")
     if backend == "native":
         if lacks := _native_obstacle(device):
             raise ValueError(f"{asked_by} cannot be honoured: {lacks}")

@@ -25,9 +25,9 @@ _ARGUMENTS = {
     "linear": "pplppplll",
     "rms_norm": "pppppfll",
     "swiglu": "ppplll",
-    "rotate_and_store": "p" * 14 + "f" + "l" * 6,
+    "rotate_and_store": "p" * 14 + "f" + "l" * 7,
     "decode_attention": "p" * 8 + "ff" + "l" * 8,
-    "draw": "ppplpfplll",
+    "draw": "ppplpflll",
     "columns_of_a_panel": "",
 }
 _Strides = ctypes.c_long * 3
@@ -124,15 +124,17 @@ def rotate_and_store(inputs: RotaryInputs) -> Tensor:
     batch, count, width = query.shape
     out = query.new_empty(query.shape)
     of_norms = [None if norms is None else x.contiguous() for x in (norms or ())[:2]] or [None] * 2
-    _function("rotate_and_store")(
+    outside = _function("rotate_and_store")(
         *(_at(x) for x in (out, *heads)),
         _Strides(*(x.stride(0) for x in heads)),
         *(_at(cos), _at(sin), _at(keys), _Strides(*keys.stride()[:3])),
         *(_at(values), _Strides(*values.stride()[:3]), _at(positions)),
         *(_at(x) for x in of_norms),
         0.0 if norms is None else norms.eps,
-        *(batch, count, key.shape[1], width, value.shape[2], cos.shape[1]),
+        *(keys.shape[1], batch, count, key.shape[1], width, value.shape[2], cos.shape[1]),
     )
+    if outside:
+        raise IndexError(f"a position is outside of a slot's {keys.shape[1]} tokens")
     return out
 
 
@@ -175,7 +177,7 @@ def draw(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens:
     rows, vocabulary = logits.shape
     size = part_size(vocabulary)
     tokens, figures = torch.empty_like(keys), logits.new_empty(5, rows)
-    memory = logits.new_empty(rows, vocabulary + -(-vocabulary // size))
     at = _at(tokens), _at(figures), _at(logits), logits.stride(0), _at(keys), p.temperature
-    _function("draw")(*at, _at(memory), rows, vocabulary, size)
+    if _function("draw")(*at, rows, vocabulary, size):
+        raise MemoryError(f"no memory for the exponentials of {vocabulary} logits")
     return SampledTokens(tokens, *figures.unbind())

@@ -59,12 +59,15 @@ static void rotate(float *out, const float *x, const float *cos, const float *si
 
 /* Rotates heads of the rows' queries into `rotated` [B, Hq, D], and stores rotated keys and values
    at the rows' positions. Rows of q, k and v begin `down` numbers apart, their heads D or Dv; a
-   cache's strides are those of its slots, tokens and heads. */
-void rotate_and_store(float *rotated, const float *query, const float *key, const float *value,
+   cache's strides are those of its slots, tokens and heads. Returns 0, or 1, having done nothing,
+   where a position is outside of the M tokens of a slot. */
+int rotate_and_store(float *rotated, const float *query, const float *key, const float *value,
                       const long *down, const float *cos, const float *sin, float *keys,
                       const long *of_keys, float *values, const long *of_values,
                       const int64_t *positions, const float *query_norm, const float *key_norm,
-                      float eps, long B, long Hq, long Hkv, long D, long Dv, long R) {
+                      float eps, long M, long B, long Hq, long Hkv, long D, long Dv, long R) {
+    for (long b = 0; b < B; b++)
+        if (positions[b] < 0 || positions[b] >= M) return 1;
 #pragma omp parallel for schedule(static) if (B * Hq * D > 8192)
     for (long b = 0; b < B; b++) {
         float normed[D], unused[1];
@@ -84,4 +87,5 @@ void rotate_and_store(float *rotated, const float *query, const float *key, cons
                    value + b * down[2] + h * Dv, Dv * sizeof(float));
         }
     }
+    return 0;
 }
