@@ -17,6 +17,7 @@ COMMANDS = {
     "distilled": "measure what a policy learns of a teacher, and of itself with hints",
     "calls": "measure what a model learns of tools that it has to call",
     "support": "measure what learning from the samples of top-p and top-k does",
+    "answers": "compare a trainer's probabilities with those of vLLM's samples of top-p and top-k",
     "gpu": "on an NVIDIA GPU, unattended: the tests, then all that can be measured",
 }
 

@@ -245,45 +245,59 @@ def curve(
     return judge.rows
 
 
+class Drawn(NamedTuple):
+    """Responses to the held-out prompts, ``each`` to one; the set [L, V] bool that each token was
+    drawn from; log-probs of each response by what they are over, "full" or "sampled"."""
+
+    sequences: Sequence[Tensor]
+    sets: Sequence[Tensor]
+    logprobs: dict[str, Sequence[Tensor]]
+    each: int
+
+
+def drawn_here(task: Task, cut: dict[str, float]) -> Drawn:
+    """What fastrl's engine draws."""
+    found = {x: task.sampled(task.model, MEASURED, policy_support=x, **cut) for x in SUPPORTS}
+    sequences = found["sampled"].sequences
+    assert all(map(torch.equal, sequences, found["full"].sequences))
+    sets = [x.mask() for x in found["sampled"].supports]
+    return Drawn(sequences, sets, {x: of.logprobs for x, of in found.items()}, MEASURED)
+
+
 @torch.no_grad()
-def ratios(task: Task) -> list[dict[str, Any]]:
-    """A row for each cut, and for none: how much of the probability it keeps, the share of recorded
-    sets that a float64 forward takes as well, and ratios by what the log-probs of the sampler and
-    of the trainer are over."""
-    judge = copy.deepcopy(task.model).double()
-    found = []
-    for name, cut in {**CUTS, NO_CUT: {}}.items():
-        drawn = {x: task.sampled(task.model, MEASURED, policy_support=x, **cut) for x in SUPPORTS}
-        sequences = drawn["sampled"].sequences
-        assert all(map(torch.equal, sequences, drawn["full"].sequences))
-        mass, same = [], []
-        trainer: dict[str, list[Tensor]] = {support: [] for support in SUPPORTS}
-        both = zip(sequences, drawn["sampled"].supports, strict=True)
-        for logits, (ids, sets) in zip(task.logits(judge, sequences, MEASURED), both, strict=True):
-            p, recorded = logits.softmax(-1), sets.mask()
-            mass.append(p.where(recorded, 0.0).sum(-1))
-            same.append((recorded == kept(p, cut)).all(-1))
-            over = {"full": logits, "sampled": logits.masked_fill(~recorded, -torch.inf)}
-            for support, x in over.items():
-                trainer[support].append(x.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
-        shares = {"kept": float(torch.cat(mass).mean())}
-        shares |= {"same_sets": float(torch.cat(same).double().mean())}
-        row = {"name": name, "tokens": sum(map(len, sequences)), **shares, "ratios": []}
-        for of_sampler, of_trainer in PAIRS:
-            sampled = torch.cat(drawn[of_sampler].logprobs).double()
-            ratio = (torch.cat(trainer[of_trainer]) - sampled).exp()
-            row["ratios"].append(
-                {
-                    "sampler": of_sampler,
-                    "trainer": of_trainer,
-                    "mean": float(ratio.mean()),
-                    "median": float(ratio.median()),
-                    "outside": float(((ratio < NEAR[0]) | (ratio > NEAR[1])).double().mean()),
-                    "farthest": float((ratio - 1).abs().max()),
-                }
-            )
-        found.append(row)
-    return found
+def compared(task: Task, name: str, cut: dict[str, float], drawn: Drawn) -> dict[str, Any]:
+    """How much of the probability a cut keeps, the share of recorded sets that a float64 forward
+    takes as well, and ratios by what the log-probs of the sampler and of the trainer are over."""
+    judge, mass, same = copy.deepcopy(task.model).double(), [], []
+    trainer: dict[str, list[Tensor]] = {support: [] for support in SUPPORTS}
+    both = zip(drawn.sequences, drawn.sets, strict=True)
+    forwards = task.logits(judge, drawn.sequences, drawn.each)
+    for logits, (ids, recorded) in zip(forwards, both, strict=True):
+        p = logits.softmax(-1)
+        mass.append(p.where(recorded, 0.0).sum(-1))
+        same.append((recorded == kept(p, cut)).all(-1))
+        over = {"full": logits, "sampled": logits.masked_fill(~recorded, -torch.inf)}
+        for support, x in over.items():
+            trainer[support].append(x.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
+    row = {"name": name, "tokens": sum(map(len, drawn.sequences)), "ratios": []}
+    row |= {"kept": float(torch.cat(mass).mean())}
+    row |= {"same_sets": float(torch.cat(same).double().mean())}
+    for of_sampler, of_trainer in PAIRS:
+        if of_sampler not in drawn.logprobs:
+            continue
+        sampled = torch.cat(list(drawn.logprobs[of_sampler])).double()
+        ratio = (torch.cat(trainer[of_trainer]) - sampled).exp()
+        row["ratios"].append(
+            {
+                "sampler": of_sampler,
+                "trainer": of_trainer,
+                "mean": float(ratio.mean()),
+                "median": float(ratio.median()),
+                "outside": float(((ratio < NEAR[0]) | (ratio > NEAR[1])).double().mean()),
+                "farthest": float((ratio - 1).abs().max()),
+            }
+        )
+    return row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -307,7 +321,9 @@ def run(args: argparse.Namespace) -> int:
     result["settings"]["threads"] = args.threads
     result["settings"] |= {"vocabulary": VOCABULARY, "width": WIDTH, "layers": LAYERS}
     task = task_of(args.folder, args.sft_steps, args.model)
-    result["ratios"], result["curves"] = ratios(task), []
+    cuts: dict[str, dict[str, float]] = {**CUTS, NO_CUT: {}}
+    result["ratios"] = [compared(task, x, cut, drawn_here(task, cut)) for x, cut in cuts.items()]
+    result["curves"] = []
     settings, saved = Run(args.steps, args.every, args.rate), None
     for (name, cut), support, seed in itertools.product(CUTS.items(), SUPPORTS, args.seeds):
         rows = curve(task, settings, cut, support, seed)

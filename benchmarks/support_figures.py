@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.experiments import write_newest
 from benchmarks.markdown import table
 from benchmarks.panels import Line, Panel, grid, legend, spread
 from benchmarks.plots import COLOURS, document
 
-NAME, PAGE = "support", "policy_support.md"
+NAME, ANSWERS, PAGE = "support", "answers", "policy_support.md"
 SUPPORT_COLOURS = {"full": COLOURS["trl"], "sampled": COLOURS["fastrl"]}
 WORDS = {"full": "all tokens", "sampled": "the sets"}
 # What is judged, its title in the plot, its column in the table, and digits.
@@ -24,13 +25,14 @@ JUDGED = (
 
 def write(folder: Path, docs: Path) -> None:
     """Writes `plots/support.svg`, and the figures of `policy_support.md` where that page is, by the
-    newest result file, if there is one."""
-    write_newest(folder, docs, NAME, PAGE, curves, figures)
+    newest result file, if there is one; beside it the newest of `python -m benchmarks answers`."""
+    theirs = results.newest_of(folder, ANSWERS)
+    write_newest(folder, docs, NAME, PAGE, curves, lambda result: figures(result, theirs))
 
 
-def figures(result: dict[str, Any]) -> str:
-    """The tables: of ratios, and of what is judged before and after GRPO, means over the seeds with
-    the least and the most of them."""
+def figures(result: dict[str, Any], theirs: dict[str, Any] | None = None) -> str:
+    """The tables: of ratios, of fastrl's samples and of vLLM's, and of what is judged before and
+    after GRPO, means over the seeds with the least and the most of them."""
     settings, machine = result["settings"], result["machine"]["cpu"]
     head = ("drawn with", "tokens", "kept", "sampler's log-probs over", "trainer's over")
     head += ("mean ratio", "median", "outside [0.9, 1.1]")
@@ -42,7 +44,13 @@ def figures(result: dict[str, Any]) -> str:
     after = f"GRPO from there, {settings['steps']} steps of {settings['batch']} responses in groups"
     after += f" of {settings['group']} at a learning rate of {settings['rate']:g}; means of {seeds}"
     after += f" seeds, and their range; {machine}, {settings.get('threads', 1)} of its threads."
-    parts = [table(head, _ratios(result)), said, _learned(result), after]
+    parts = [table(head, _ratios(result)), said]
+    if theirs is not None:
+        version, same = theirs["versions"]["vllm"], min(x["same_sets"] for x in theirs["ratios"])
+        answers = f"The same of answers of vLLM {version}, whose log-probs are over the sets that "
+        answers += f"it drew from; {same:.2%} of the sets at least are those that float64 takes."
+        parts += [answers, table(head, _ratios(theirs))]
+    parts += [_learned(result), after]
     return "\n\n".join(parts)
 
 

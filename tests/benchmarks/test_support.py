@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import report, support
+from benchmarks import answers, report, support
 from benchmarks.support_figures import JUDGED
 
 TINY = {
@@ -57,7 +57,32 @@ def test_the_experiment_runs_and_is_written(tmp_path: Path, monkeypatch) -> None
     assert (text[:6], text[-6:]) == ("above\n", "below\n")
     assert drawn.count('fill="none"') == len(JUDGED) * len(curves), "a curve of each seed"
 
+    def recorded(task: support.Task, _python: Path, each: int) -> tuple[str, list]:
+        here = [support.drawn_here(task, cut) for cut in support.CUTS.values()]
+        of_cuts = [zip(x.sequences, x.logprobs["sampled"], x.sets, strict=True) for x in here]
+        said = [
+            [
+                {
+                    "tokens": ids.tolist(),
+                    "logprobs": logprobs.tolist(),
+                    "sets": [row.nonzero()[:, 0].tolist() for row in sets],
+                }
+                for ids, logprobs, sets in of_cut
+            ]
+            for of_cut in of_cuts
+        ]
+        return "9.8.7", said
+
+    monkeypatch.setattr(answers, "recorded", recorded)
     again = ["--seeds", "0", "--model", str(tmp_path / "runs" / "model")]
+    assert command.main(["answers", *told, *again, "--peer-python", "unused"]) == 0
+    (path_of_answers,) = results.glob("*/*-answers.json")
+    for theirs, ours in zip(
+        json.loads(path_of_answers.read_text())["ratios"], result["ratios"], strict=False
+    ):
+        assert theirs == {**ours, "ratios": ours["ratios"][:2]}, "as its own samples"
+    assert "answers of vLLM 9.8.7" in page.read_text()
+
     assert command.main(["support", *told, *again]) == 0
     (second,) = {*results.glob("*/*-support*.json")} - {path}
     first = [x for x in result["curves"] if x["seed"] == 0]
