@@ -14,13 +14,14 @@ from fastrl.run.files import write_file
 
 # torch's names of instruction sets, in ascending order, and their names in ATEN_CPU_CAPABILITY.
 _CAPABILITIES = {"NO AVX": "default", "DEFAULT": "default", "AVX2": "avx2", "AVX512": "avx512"}
-# Environment variables that change the bits that libraries of matrix products compute.
-_OF_PRODUCTS = (
+# Environment variables that change bits: those of libraries of matrix products, and of kernels.
+_OF_BITS = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_CBWR",
+    "FASTRL_KERNELS_BACKEND",
 )
 _PACKAGES = ("fastrl-lm", "torch", "triton", "transformers", "accelerate", "peft")
 
@@ -40,7 +41,7 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, its instruction set, threads, GPUs, libraries of matrix products and their variables."""
+    """CPU, its instruction set, threads, GPUs, libraries of matrix products, and variables."""
     import torch
 
     from fastrl_kernels import gemm
@@ -52,7 +53,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "products": gemm.as_json(gemm.choices()),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
-        **{name: os.environ[name] for name in _OF_PRODUCTS if os.environ.get(name)},
+        **{name: os.environ[name] for name in _OF_BITS if os.environ.get(name)},
     }
 
 
@@ -107,7 +108,7 @@ def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
             variables.append(f"ATEN_CPU_CAPABILITY={_CAPABILITIES[earlier]}")
     variables += [
         f"{name}={before.get(name, '')}"
-        for name in _OF_PRODUCTS
+        for name in _OF_BITS
         if before.get(name) != now.get(name)
     ]
     return " ".join(variables)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from fastrl_kernels import explain, rms_norm, rotate_and_store
+from fastrl_kernels import explain, rms_norm, rotate_and_store, swiglu
 from fastrl_kernels._cpu.native import build
 from fastrl_kernels._cpu.native.calls import Panels
 
@@ -116,6 +116,12 @@ def test_compiled_programs_trace_pytorchs_path():
         lambda x: rms_norm(x, weight, backend="native"), backend="eager", fullgraph=True
     )
     assert torch.equal(traced(x), rms_norm(x, weight, backend="torch"))
+
+
+def test_gates_far_below_zero_are_shut():
+    gate = -torch.logspace(1.9, 38, 5000)  # exponentials beyond the largest number
+    out = swiglu(gate, torch.ones_like(gate), backend="native")
+    assert out.abs().max() < 1e-30
 
 
 def test_what_it_has_no_code_for_is_pytorchs():

@@ -13,6 +13,7 @@ from fastrl.run.machine import versions, write_products
 from fastrl.settings import setting
 from fastrl.tools.commands import measure_products
 from fastrl_kernels import gemm
+from fastrl_kernels.dispatch import NATIVE
 
 PACKAGES = (
     *("fastrl-lm", "torch", "triton", "transformers", "accelerate", "datasets"),
@@ -45,6 +46,11 @@ def kernel_ops() -> list[str]:
     ]
 
 
+def _backend_of(op: str, backend: str) -> str:
+    """An op's backend where a device has this one: few have compiled code."""
+    return "torch" if backend == "native" and op not in NATIVE else backend
+
+
 def describe() -> str:
     """The report of ``fastrl env``, as text."""
     lines = ["versions"]
@@ -55,7 +61,7 @@ def describe() -> str:
     for device in devices():
         backend, reason = fastrl_kernels.explain(device)
         lines += [f"  on {device}: {backend} ({reason})"]
-        lines += [f"    {op:<20}{backend}" for op in kernel_ops()]
+        lines += [f"    {op:<20}{_backend_of(op, backend)}" for op in kernel_ops()]
     lines += [f"products on cpu ({gemm.source()})"]
     rules = gemm.rules() if gemm.source() == gemm.BY_RULE else {}
     for dtype, choice in gemm.choices().items():

@@ -13,6 +13,8 @@ import torch
 
 BACKENDS = ("auto", "triton", "torch", "native")
 BACKEND_VARIABLE = "FASTRL_KERNELS_BACKEND"
+# Ops that have compiled code for CPUs.
+NATIVE = ("decode_attention", "rms_norm", "rotate_and_store", "sample_tokens", "swiglu")
 TRITON_DEVICES = ("cuda",)  # ROCm devices call themselves "cuda" in torch
 
 

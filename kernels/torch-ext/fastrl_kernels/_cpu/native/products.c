@@ -27,26 +27,35 @@ void pack(float *restrict out, const float *restrict weight, long N, long K, lon
 
 /* out [R, columns] = x panel + before [columns], or out += x panel without `before`; x is laid out as
    [K][R]. Meanwhile it fetches what comes next from memory, `ahead` bytes for each term. */
+#define EACH(R) _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) /* keeps sums in registers */
 #define BLOCK(R)                                                                                   \
     static void block_##R(const float *restrict x, const float *restrict panel,                    \
                           float *restrict out, long stride, long K, long columns,                  \
                           const float *before, const char *next, long ahead) {                     \
         vec low[R], high[R];                                                                       \
-        for (int r = 0; r < R; r++) low[r] = high[r] = all(0.0f);                                  \
+        EACH(R) low[r] = high[r] = all(0.0f);                                                      \
         for (long k = 0; k < K; k++) {                                                             \
             vec a = load(panel + k * COLUMNS), b = load(panel + k * COLUMNS + WIDTH);              \
             __builtin_prefetch(next + k * ahead, 0, 2);                                            \
-            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                 \
+            EACH(R) {                                                                              \
                 vec s = all(x[k * R + r]);                                                         \
                 low[r] += s * a;                                                                   \
                 high[r] += s * b;                                                                  \
             }                                                                                      \
         }                                                                                          \
-        for (int r = 0; r < R; r++) {                                                              \
-            float whole[COLUMNS];                                                                  \
+        if (columns == COLUMNS) {                                                                  \
+            EACH(R) {                                                                              \
+                float *to = out + r * stride;                                                      \
+                const float *added = before ? before : to;                                         \
+                store(to, load(added) + low[r]);                                                   \
+                store(to + WIDTH, load(added + WIDTH) + high[r]);                                  \
+            }                                                                                      \
+            return;                                                                                \
+        }                                                                                          \
+        EACH(R) {                                                                                  \
+            float whole[COLUMNS], *to = out + r * stride;                                          \
             store(whole, low[r]);                                                                  \
             store(whole + WIDTH, high[r]);                                                         \
-            float *to = out + r * stride;                                                          \
             const float *added = before ? before : to;                                             \
             for (long c = 0; c < columns; c++) to[c] = added[c] + whole[c];                        \
         }                                                                                          \
@@ -74,14 +83,14 @@ static const float nothing[COLUMNS];
    `turned` is working memory for M K numbers. */
 void linear(float *restrict out, const float *restrict x, long stride, const float *restrict packed,
             const float *bias, float *restrict turned, long M, long N, long K) {
-    long count = (M + ROWS - 1) / ROWS, rows = M / count, longer = M % count;
+    long count = (M + ROWS - 1) / ROWS; /* blocks, all but the last one whole */
     long panels = (N + COLUMNS - 1) / COLUMNS, together = AT_A_TIME / ROWS;
 #pragma omp parallel
     {
 #pragma omp for collapse(2) schedule(static)
         for (long k = 0; k < K; k += 64)
             for (long i = 0; i < count; i++) {
-                long first = i * rows + (i < longer ? i : longer), R = rows + (i < longer);
+                long first = i * ROWS, R = M - first < ROWS ? M - first : ROWS;
                 long end = k + 64 < K ? k + 64 : K;
                 for (long r = 0; r < R; r++)
                     for (long j = k; j < end; j++)
@@ -99,7 +108,7 @@ void linear(float *restrict out, const float *restrict x, long stride, const flo
                     const float *before = k ? 0 : bias ? bias + p * COLUMNS : nothing;
                     const char *next = (const char *)(panel + terms * COLUMNS);
                     for (long i = begin; i < end; i++) {
-                        long first = i * rows + (i < longer ? i : longer), R = rows + (i < longer);
+                        long first = i * ROWS, R = M - first < ROWS ? M - first : ROWS;
                         blocks[R](turned + first * K + k * R, panel, out + first * N + p * COLUMNS,
                                   N, terms, columns, before, next + (i - begin) * ahead * terms,
                                   ahead);

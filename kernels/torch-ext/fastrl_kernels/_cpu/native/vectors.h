@@ -56,10 +56,11 @@ static inline float largest_of(vec v) {
     return m;
 }
 
-/* exp(x) within 1.5 ulp for x <= 88, 0 where it is no normal number, NaN of NaN: 2^n exp(r) for
-   x = n log 2 + r, |r| <= log(2)/2, and a polynomial of degree 6 (minimax, as in Cephes). */
+/* exp(x) within 1.5 ulp, 0 where it is no normal number, inf from 88.4 on, NaN of NaN: 2^n exp(r)
+   for x = n log 2 + r, |r| <= log(2)/2, and a polynomial of degree 6 (minimax, as in Cephes). */
 static inline vec exponential(vec x) {
     ints gone = x < all(-87.0f);
+    x = choose(x > all(88.5f), all(88.5f), x); /* for which n is 128, and 2^n inf */
     vec n = choose(gone, all(0.0f), x) * all(1.44269504088896341f);
     const vec magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     vec shifted = n + magic;
