@@ -45,13 +45,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _pytorch_path_on_cpu(request):
+def _users_path_on_cpu(request):
     """The interpreter is for the kernels' own tests; elsewhere a CPU takes its users' path.
 
     Of a module's scope, so that its fixtures do so too."""
+    from fastrl_kernels._cpu.native.build import why_not
+
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available() and "kernels" not in request.path.parts:
-            patch.setenv("FASTRL_KERNELS_BACKEND", "torch")
+            patch.setenv("FASTRL_KERNELS_BACKEND", "torch" if why_not() else "native")
         yield
 
 

@@ -4,8 +4,10 @@ activations in one pass over memory."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from fastrl.run.contexts import attributes_set
 from fastrl.run.processes import OneProcess, Processes
-from fastrl_kernels import gemm
+from fastrl_kernels import explain, gemm
 from fastrl_kernels._cpu.fp32_copies import FreeMemory, keeping
+from fastrl_kernels._cpu.native import calls as native
 from fastrl_kernels.dispatch import device_kind
 from fastrl_kernels.workspace import keep_all_freed_memory
 
@@ -78,7 +81,8 @@ class PackedProducts:
 
     Weights are packed once per rollout; those that are not trained, once for all, as long as
     nothing is written to them. fp32 copies of bf16 weights are freed after each rollout: updates
-    have such copies, too.
+    have such copies, too. Where there is compiled code, fp32 weights meet few rows in panels, which
+    are packed when they first do.
     """
 
     def __init__(self) -> None:
@@ -94,14 +98,14 @@ class PackedProducts:
 
     def stored(self) -> list[Tensor]:
         """The packed weights that stay between rollouts."""
-        kept = (forward.packed for _, forward in self._kept.values())
-        return [packed.weight for packed in kept if packed is not None]
+        return [copy for _, forward in self._kept.values() for copy in forward.copies()]
 
     def free(self) -> None:
         self._kept.clear()
 
     def _forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
         before, self._kept, memory = self._kept, {}, FreeMemory()
+        compiled = explain("cpu").backend == "native"
         for layer in _layers(model):
             weight, dtype = layer.weight, layer.weight.dtype
             if dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
@@ -114,6 +118,8 @@ class PackedProducts:
             # Fused optimizers write to weights without a new version.
             if not weight.requires_grad and kept is not None and kept[0] == content:
                 forward = kept[1]
+            elif compiled and dtype == torch.float32 and native.are_fp32(weight, layer.bias):
+                forward = CompiledForward(layer, memory)
             elif gemm.Packed.suits(weight, library) and fits:
                 forward = _PackedForward(layer, gemm.Packed(_rows(layer).to(dtype), wide))
             elif dtype == weight.dtype and gemm.Packed.suits_few(_rows(layer)):
@@ -132,6 +138,10 @@ class _Forward:
 
     def __init__(self, layer: Any):
         self.layer = layer
+
+    def copies(self) -> list[Tensor]:
+        """The copies of the weight that stay as long as this does."""
+        return [] if self.packed is None else [self.packed.weight]
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = _rows(self.layer), self.layer.bias
@@ -164,6 +174,68 @@ class _PackedForward(_Forward):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.packed.linear(x, self.bias)
+
+
+class CompiledProduct:
+    """The product of a few rows of fp32 x [..., K] with the weights of several layers, [..., ΣN],
+    by compiled code: with panels of the weights, as long as there is memory for the copy. Bits
+    depend neither on that nor on the number of rows.
+
+    Args:
+        layers: linear layers of one input, which are not written to meanwhile.
+        memory: what copies may take.
+        parts: the products of the single layers.
+    """
+
+    _MOST = 128  # rows: for more, PyTorch's libraries are as fast
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        memory: FreeMemory,
+        parts: Sequence[CompiledProduct] = (),
+    ):
+        self.memory, self.parts, self.sizes = memory, parts, [len(_rows(x)) for x in layers]
+        self.weights = [_rows(x).detach() for x in layers]
+        biases = [x.bias.detach() for x in layers if x.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        self.panels: native.Panels | None = None
+        self.may_copy = True
+
+    @classmethod
+    def takes(cls, x: Tensor) -> bool:
+        return 0 < x.numel() <= cls._MOST * x.shape[-1] and native.are_fp32(x)
+
+    def packed(self) -> native.Panels | None:
+        """The weights in panels; None where memory is short."""
+        if self.panels is None and self.may_copy:  # a layer of joined ones never multiplies alone
+            self.may_copy = self.memory.take(sum(x.nbytes for x in self.weights))
+            self.panels = native.Panels(*self.weights) if self.may_copy else None
+        return self.panels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        panels = self.packed()
+        if panels is not None:
+            return panels.linear(x, self.bias)
+        biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
+        return torch.cat(list(map(partial(native.linear, x), self.weights, biases)), -1)
+
+    def copies(self) -> list[Tensor]:
+        return [] if self.panels is None else [self.panels.weight]
+
+
+class CompiledForward(_Forward):
+    """Multiplies few rows by a :class:`CompiledProduct`."""
+
+    def __init__(self, layer: Any, memory: FreeMemory):
+        super().__init__(layer)
+        self.product = CompiledProduct([layer], memory)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x) if self.product.takes(x) else super().__call__(x)
+
+    def copies(self) -> list[Tensor]:
+        return self.product.copies()
 
 
 class _TallForward(_Forward):
@@ -200,6 +272,24 @@ def _gelus(model: nn.Module) -> Iterator[tuple[nn.Module, str, _Gelu]]:
             module
         ):
             yield module, "forward", _Gelu(module)
+
+
+def compiled_product(layer: Any) -> CompiledProduct | None:
+    """A plain layer's product by compiled code, if it is computed so."""
+    forward = vars(layer).get("forward")
+    return forward.product if isinstance(forward, CompiledForward) and is_plain(layer) else None
+
+
+def joined(layers: Sequence[Any], before: CompiledProduct | None) -> CompiledProduct | None:
+    """The product with the weights of several layers, where each multiplies by compiled code, and
+    all have a bias or none; the one before where the layers' copies are still those."""
+    forwards = [vars(layer).get("forward") for layer in layers]
+    parts = [x.product for x in forwards if isinstance(x, CompiledForward)]
+    if len(parts) < len(layers) or len({x.bias is None for x in parts}) > 1:
+        return None
+    if before is not None and all(map(operator.is_, before.parts, parts)):
+        return before
+    return CompiledProduct(layers, parts[0].memory, parts)
 
 
 def _rows(layer: Any) -> Tensor:

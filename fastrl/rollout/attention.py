@@ -21,6 +21,7 @@ from fastrl.models.latents import Latents
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 from fastrl.rollout.kv_cache import CONVOLUTION, RECURRENT, KVCache
 from fastrl_kernels import HeadNorms, LiveTokens
+from fastrl_kernels._cpu.native.decode_layer import DecodeLayer
 from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
 
@@ -196,6 +197,21 @@ class DecodeAttention:
         return fastrl_kernels.rotate_and_store(
             query, key, value, cos, sin, *stored, self.at, norms=norms
         )
+
+    def run_layer(
+        self,
+        layer: int,
+        run: DecodeLayer,
+        x: Tensor,
+        stream: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        variant: Variant,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs a whole layer in one call, see :class:`fastrl_kernels` ``DecodeLayer``."""
+        self.layer = layer
+        self.kv_cache.windows[layer] = variant.window or variant.chunk
+        cache = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        return run(x, stream, rotation, cache, self.at, self.live.lengths, self.span)
 
     def attend_written(self, query: Tensor, variant: Variant) -> Tensor:
         """Attends with queries [b, Hq, D] to the cache of the layer that was written last."""

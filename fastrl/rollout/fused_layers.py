@@ -15,10 +15,19 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.models.attention import Variant, current_attention
-from fastrl.models.products import has_own_forward, is_plain
+from fastrl.models.products import (
+    CompiledProduct,
+    compiled_product,
+    has_own_forward,
+    is_plain,
+    joined,
+)
 from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.attention import DecodeAttention
 from fastrl.run.contexts import attributes_set
+from fastrl_kernels._cpu.native.calls import are_fp32
+from fastrl_kernels._cpu.native.decode_layer import DecodeLayer, Norm, Shape, Weights
+from fastrl_kernels.dispatch import watched
 
 # Names of the modules of layers such as Llama's. Layers with other modules are not fused.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -51,6 +60,7 @@ class JoinedProducts:
     def __init__(self, owner: Any, *names: str):
         self.owner, self.names = owner, names
         self._joined: tuple[Tensor, Tensor | None, list[int]] | None = None
+        self.compiled: CompiledProduct | None = None
         # Weights and biases that any engine on the model has laid side by side.
         self._whole: dict[str, Tensor] = _laid.setdefault(owner, {})
 
@@ -60,9 +70,14 @@ class JoinedProducts:
         return [getattr(self.owner, name) for name in self.names]
 
     def join(self) -> None:
-        """Looks where the weights lie now; lays them side by side where they own their memory."""
+        """Looks where the weights lie now; lays them side by side where they own their memory. On a
+        CPU with compiled code they stay where they are."""
         self._joined, layers = None, self.layers
+        before, self.compiled = self.compiled, None
         if not all(map(is_plain, layers)):
+            return
+        self.compiled = joined(layers, before)
+        if self.compiled is not None:
             return
         weight = self._together("weight", layers)
         biases = [layer.bias is not None for layer in layers]
@@ -82,12 +97,23 @@ class JoinedProducts:
             self._whole[name] = whole
         return whole
 
+    def leave(self) -> None:
+        """Ends a rollout: copies of weights that are trained are freed."""
+        if any(layer.weight.requires_grad for layer in self.layers):
+            self.compiled = None
+
+    def stored(self) -> list[Tensor]:
+        """The copies that stay between rollouts."""
+        return [] if self.compiled is None else self.compiled.copies()
+
     def free(self) -> None:
         """Forgets the joined memory, which weights may have left; :meth:`join` lays them anew."""
-        self._joined = None
+        self._joined = self.compiled = None
         self._whole.clear()
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        if self.compiled is not None and self.compiled.takes(x):
+            return self.compiled(x).split(self.compiled.sizes, -1)
         if self._joined is None:
             return [layer(x) for layer in self.layers]
         weight, bias, sizes = self._joined
@@ -168,6 +194,20 @@ class FusedDecoderLayer:
         self.head_norm_eps = _eps(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.attention_products = JoinedProducts(attention, "q_proj", "k_proj", "v_proj")
         self.mlp_products = JoinedProducts(mlp, "gate_proj", "up_proj")
+        self._whole: DecodeLayer | None = None
+        self._looked = False  # whether the layer can be computed as a whole, in this rollout
+
+    def begin(self) -> None:
+        """Begins a rollout with the weights of now."""
+        self._whole, self._looked = None, False
+        self.attention_products.join()
+        self.mlp_products.join()
+
+    def end(self) -> None:
+        """Ends a rollout: copies of weights that are trained are freed."""
+        self._whole = None
+        self.attention_products.leave()
+        self.mlp_products.leave()
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attention = current_attention()
@@ -175,10 +215,16 @@ class FusedDecoderLayer:
             return self.own_forward(hidden_states, *args, **kwargs)
         layer, x = self.layer, hidden_states
         stream = None if self.first else self.stream.sum
-        x, stream = _add_and_norm(x, stream, layer.input_layernorm)
-        x = self._attended(x, attention, *kwargs["position_embeddings"])
-        x, stream = _add_and_norm(x, stream, layer.post_attention_layernorm)
-        x = layer.mlp.down_proj(fastrl_kernels.swiglu(*self.mlp_products(x)))
+        rotation = _of_rows(x, *kwargs["position_embeddings"])
+        whole = self._as_a_whole(x, rotation, attention)
+        if whole is not None:
+            index = layer.self_attn.layer_idx
+            x, stream = attention.run_layer(index, whole, x, stream, rotation, self.variant)
+        else:
+            x, stream = _add_and_norm(x, stream, layer.input_layernorm)
+            x = self._attended(x, attention, *rotation)
+            x, stream = _add_and_norm(x, stream, layer.post_attention_layernorm)
+            x = layer.mlp.down_proj(fastrl_kernels.swiglu(*self.mlp_products(x)))
         if self.last and not self.stream.goes_on:
             return stream + x
         self.stream.sum = stream
@@ -190,10 +236,57 @@ class FusedDecoderLayer:
         if self.head_norm_eps is not None:
             weights = layer.q_norm.weight, layer.k_norm.weight
             norms = fastrl_kernels.HeadNorms(*weights, self.head_norm_eps)
-        cos, sin = cos.expand(len(x), 1, -1).squeeze(1), sin.expand(len(x), 1, -1).squeeze(1)
         query = attention.rotate_and_write(layer.layer_idx, query, key, value, cos, sin, norms)
         out = attention.attend_written(query, self.variant)
         return layer.o_proj(out.reshape(len(x), 1, -1).to(x.dtype))
+
+    def _as_a_whole(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: DecodeAttention
+    ) -> DecodeLayer | None:
+        """The layer for compiled code, in one call; None where that cannot compute it."""
+        index = self.layer.self_attn.layer_idx
+        keys, values = attention.kv_cache.keys[index], attention.kv_cache.values[index]
+        stream = None if self.first else self.stream.sum
+        if not (CompiledProduct.takes(x) and are_fp32(stream, *rotation, keys, values)):
+            return None
+        if not self._looked and not watched():
+            self._looked = True
+            self._whole = self._for_compiled_code(rotation[0], keys, values)
+        return None if watched() else self._whole
+
+    def _for_compiled_code(self, cos: Tensor, keys: Tensor, values: Tensor) -> DecodeLayer | None:
+        """The layer with its weights of now; None where it has other parts, or memory is short."""
+        layer, variant, norms = self.layer, self.variant, None
+        attention, (key_heads, key_width), value_width = (
+            layer.self_attn,
+            keys.shape[2:],
+            values.shape[3],
+        )
+        products = [
+            *(self.attention_products.compiled, compiled_product(attention.o_proj)),
+            *(self.mlp_products.compiled, compiled_product(layer.mlp.down_proj)),
+        ]
+        packed = [(x.packed(), x.bias) for x in products if x is not None]
+        found = [(panels, bias) for panels, bias in packed if panels is not None]
+        if len(found) < len(products):
+            return None
+        qkv, out, gate_up, down = found
+        around = [
+            Norm(x.weight.detach(), _eps(x))
+            for x in (layer.input_layernorm, layer.post_attention_layernorm)
+        ]
+        if self.head_norm_eps is not None:
+            of_heads = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            norms = fastrl_kernels.HeadNorms(*of_heads, self.head_norm_eps)
+        if not are_fp32(*(x.weight for x in around), *(norms or ())[:2], variant.sinks):
+            return None
+        shape = Shape(
+            *(out[0].terms // value_width, key_heads, key_width, value_width, cos.shape[1]),
+            key_width**-0.5 if variant.scale is None else variant.scale,
+            *(variant.softcap, variant.window, variant.chunk),
+        )
+        weights = Weights(around[0], qkv, norms, variant.sinks, out, around[1], gate_up, down)
+        return DecodeLayer(weights, shape)
 
 
 class FusedNorm:
@@ -244,8 +337,8 @@ class TabulatedRotary:
         plain = position_ids.shape == x.shape[:2] and x.shape[1] == 1 and not (args or kwargs)
         if not (isinstance(attention, DecodeAttention) and plain):
             return self.own_forward(x, position_ids, *args, **kwargs)
-        table, kind = self._table, (attention.kv_cache.length, x.dtype, x.device)
-        if table is None or (table.shape[1], table.dtype, table.device) != kind:
+        table, kind = self._table, (attention.kv_cache.length, x.dtype, x.device, type(x))
+        if table is None or (table.shape[1], table.dtype, table.device, type(table)) != kind:
             table = self._table = self._computed(x, kind[0])
         cos, sin = table.index_select(1, position_ids.flatten()).unsqueeze(2)
         return cos, sin
@@ -255,6 +348,12 @@ class TabulatedRotary:
         with torch.inference_mode(False), torch.no_grad():  # renew() writes to it in place
             positions = torch.arange(length, device=x.device).unsqueeze(1)
             return torch.stack(self.own_forward(x, positions)).squeeze(2)
+
+
+def _of_rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [b, R] of the rows of x, which may share them."""
+    cos, sin = cos.expand(len(x), 1, -1).squeeze(1), sin.expand(len(x), 1, -1).squeeze(1)
+    return cos, sin
 
 
 def _add_and_norm(x: Tensor, stream: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
@@ -296,8 +395,7 @@ class FusedLayers:
         """Lists of linear layers whose products are one where their weights are joined."""
         if not self.active:
             return []
-        of_layers = ((x.attention_products, x.mlp_products) for x in self.layers)
-        return [products.layers for both in of_layers for products in both]
+        return [products.layers for products in self._products()]
 
     def activate(self, decode: Callable[[], tuple[Tensor, Sequence[Variant]]]) -> None:
         """Compares a few fused decode steps with those of the layers' own forwards, which say how
@@ -310,6 +408,8 @@ class FusedLayers:
         if not self.layers:
             return
         expected, variants = decode()
+        if not expected.isfinite().all():  # rollouts name weights that are broken
+            return
         for fused, variant in zip(self.layers, variants, strict=True):
             fused.variant = variant
         cause = self._cause(decode, expected)
@@ -318,8 +418,7 @@ class FusedLayers:
             cause = self._cause(decode, expected)
         if cause:
             warnings.warn(
-                f"fused decoder layers {cause}: rollouts run the model's own, which are slower on "
-                "a GPU",
+                f"fused decoder layers {cause}: rollouts run the model's own, which are slower",
                 stacklevel=4,
             )
 
@@ -344,19 +443,29 @@ class FusedLayers:
         around = [x for x in self.around if any(x.module is y for y in now)]
         self.stream.goes_on = any(isinstance(x, FusedNorm) for x in around)
         for fused in layers:
-            fused.attention_products.join()
-            fused.mlp_products.join()
+            fused.begin()
         for part in around:
             part.renew()
         forwards = *((x.layer, x) for x in layers), *((x.module, x) for x in around)
-        with attributes_set(*((module, "forward", forward) for module, forward in forwards)):
-            yield
+        try:
+            with attributes_set(*((module, "forward", forward) for module, forward in forwards)):
+                yield
+        finally:
+            for fused in self.layers:
+                fused.end()
+
+    def stored(self) -> list[Tensor]:
+        """The copies of weights that stay between rollouts."""
+        return [copy for products in self._products() for copy in products.stored()]
+
+    def _products(self) -> Iterator[JoinedProducts]:
+        for fused in self.layers:
+            yield from (fused.attention_products, fused.mlp_products)
 
     def free(self) -> None:
         """Frees tables, and forgets where weights were joined, both kept between rollouts."""
-        for fused in self.layers:
-            fused.attention_products.free()
-            fused.mlp_products.free()
+        for products in self._products():
+            products.free()
         for part in self.around:
             part.free()
 

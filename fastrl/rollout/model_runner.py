@@ -4,6 +4,7 @@ weights under autocast."""
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from fastrl.rollout.fused_draw import FusedDraw
 from fastrl.rollout.fused_layers import FusedLayers, VariantsOf
 from fastrl.rollout.kv_cache import CONVOLUTION, RECURRENT, KVCache, LayerShape, StateShape
 from fastrl_kernels import explain
-from fastrl_kernels.dispatch import kind_of_device
+from fastrl_kernels.dispatch import BACKEND_VARIABLE, WITHOUT_COMPILED_CODE, kind_of_device
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
 
@@ -90,6 +91,11 @@ class ModelRunner:
     def copies(self) -> list[Tensor]:
         """The casts of weights for autocast, which stay between rollouts."""
         return self.autocast_weights.stored()
+
+    def stored(self) -> list[Tensor]:
+        """All copies of weights that stay between rollouts."""
+        kept = self.packed_products.stored() + self.fused_layers.stored()
+        return self.copies() + kept
 
     def free(self) -> None:
         """Frees the copies of weights, and what fused layers keep."""
@@ -153,12 +159,21 @@ class ModelRunner:
         return hidden if self._with_head else hidden[:, :0]
 
     def fuse_layers(self, layers: list[LayerShape]) -> None:
-        """Has decode steps run the layers with few launches, where Triton runs and layers fuse.
+        """Has decode steps run the layers with few launches, where Triton or compiled code runs and
+        layers fuse.
 
         Args:
             layers: see :meth:`layer_shapes`.
         """
-        if explain(self.device).backend != "triton":
+        backend, reason = explain(self.device)
+        plain = self.dtype == torch.float32 and self.autocast_dtype() is None
+        if plain and reason.startswith(WITHOUT_COMPILED_CODE):
+            warnings.warn(
+                f"rollouts take about twice the time that they could, as {reason}. "
+                f"{BACKEND_VARIABLE}=torch is for those who mean it",
+                stacklevel=3,
+            )
+        if backend != "triton" and not (backend == "native" and plain):
             return
 
         def decode() -> tuple[Tensor, list[Variant]]:

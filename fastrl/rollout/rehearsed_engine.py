@@ -65,7 +65,5 @@ class RehearsedEngine(RolloutEngine):
 
     def memory(self) -> tuple[list[Any], list[Any]]:
         """The tensors that stay between two calls: keys and values, and copies of weights."""
-        kv_cache, runner = self._kv_cache, self.model_runner
-        copies = runner.copies()
-        stored = [] if kv_cache is None else kv_cache.tensors()
-        return stored, copies + runner.packed_products.stored()
+        stored = [] if self._kv_cache is None else self._kv_cache.tensors()
+        return stored, self.model_runner.stored()

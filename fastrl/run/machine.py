@@ -107,9 +107,7 @@ def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
         if names.index(earlier) < names.index(current):
             variables.append(f"ATEN_CPU_CAPABILITY={_CAPABILITIES[earlier]}")
     variables += [
-        f"{name}={before.get(name, '')}"
-        for name in _OF_BITS
-        if before.get(name) != now.get(name)
+        f"{name}={before.get(name, '')}" for name in _OF_BITS if before.get(name) != now.get(name)
     ]
     return " ".join(variables)
 

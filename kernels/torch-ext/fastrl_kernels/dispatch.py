@@ -15,6 +15,7 @@ BACKENDS = ("auto", "triton", "torch", "native")
 BACKEND_VARIABLE = "FASTRL_KERNELS_BACKEND"
 # Ops that have compiled code for CPUs.
 NATIVE = ("decode_attention", "rms_norm", "rotate_and_store", "sample_tokens", "swiglu")
+WITHOUT_COMPILED_CODE = "there is no compiled code for this CPU"
 TRITON_DEVICES = ("cuda",)  # ROCm devices call themselves "cuda" in torch
 
 
@@ -72,10 +73,11 @@ def triton_installed() -> bool:
 def explain(device: torch.device | str, backend: str = "auto") -> Choice:
     """Which backend an op takes for tensors on ``device``, and why.
 
-    ``backend="auto"`` is Triton on CUDA and ROCm devices and under ``TRITON_INTERPRET=1``, PyTorch
-    elsewhere; the environment variable ``FASTRL_KERNELS_BACKEND`` replaces "auto" by a name. A name
-    forces that backend. "native" is compiled code for fp32 tensors of a CPU, which ops of decode
-    steps have; what it does not cover is PyTorch's.
+    ``backend="auto"`` is Triton on CUDA and ROCm devices and under ``TRITON_INTERPRET=1``, compiled
+    code on a CPU where there is a compiler, PyTorch elsewhere; the environment variable
+    ``FASTRL_KERNELS_BACKEND`` replaces "auto" by a name. A name forces that backend. "native" is
+    the compiled code for fp32 tensors of a CPU, which ops of decode steps have; what it does not
+    cover is PyTorch's.
 
     Raises:
         TypeError: a device that is none.
@@ -109,12 +111,20 @@ def explain(device: torch.device | str, backend: str = "auto") -> Choice:
             raise ValueError(f"{asked_by} cannot be honoured: {obstacle}")
         return Choice("triton", f"{asked_by} asks for it")
     if obstacle:
-        return Choice("torch", obstacle)
+        return _without_triton(device, obstacle)
     if device.type in TRITON_DEVICES:
         return Choice("triton", f"tensors are on {device.type}")
     if interpreting():
         return Choice("triton", "TRITON_INTERPRET=1")
     return Choice("torch", f"tensors are on {device.type}")
+
+
+def _without_triton(device: torch.device, obstacle: str) -> Choice:
+    if device.type != "cpu" or kind_of_device(device) != "cpu" or torch.compiler.is_compiling():
+        return Choice("torch", obstacle)
+    if lacks := _native_obstacle(device):
+        return Choice("torch", f"{WITHOUT_COMPILED_CODE}: {lacks}")
+    return Choice("native", "code compiled for this processor")
 
 
 def choose(backend: str, *tensors: torch.Tensor | None) -> str:
@@ -143,7 +153,13 @@ def choose(backend: str, *tensors: torch.Tensor | None) -> str:
     found = _chosen.get(asked)
     if found is None:
         found = _chosen[asked] = explain(device, backend).backend
-    return found
+    return "torch" if found == "native" and watched() else found
+
+
+def watched() -> bool:
+    """Whether a mode sees PyTorch's operations, such as that of tensors without memory or a counter
+    of operations: it would not see compiled code's."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def _apart(tensors: tuple[torch.Tensor | None, ...]) -> ValueError:

@@ -7,8 +7,10 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ...dispatch import watched
 from ...race import part_size
 from ...types import (
     COLDEST,
@@ -21,26 +23,28 @@ from .build import library
 
 _KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 _ARGUMENTS = {
-    "pack": "ppllll",
-    "linear": "pplppplll",
+    "pack": "pplllll",
+    "linear": "pplpplpplll",
     "rms_norm": "pppppfll",
     "swiglu": "ppplll",
     "rotate_and_store": "p" * 14 + "f" + "l" * 7,
     "decode_attention": "p" * 8 + "ff" + "l" * 8,
     "draw": "ppplpflll",
     "columns_of_a_panel": "",
+    "numbers_of_a_row": "p",
+    "decode_layer": "p" * 13 + "lll",
 }
-_Strides = ctypes.c_long * 3
+Strides = ctypes.c_long * 3
 
 
 @functools.cache
-def _function(name: str) -> Callable[..., int]:
+def function(name: str) -> Callable[..., int]:
     found = getattr(library(), name)
     found.argtypes = [_KINDS[kind] for kind in _ARGUMENTS[name]]
     return found
 
 
-def _at(x: Tensor | None) -> int | None:
+def address(x: Tensor | None) -> int | None:
     if x is None:
         return None
     at = x.data_ptr()
@@ -61,25 +65,59 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Panels:
-    """A copy of a weight [N, K] in panels of columns, for products without gradients."""
+    """A copy of weights [N_i, K], one below the other, in panels of columns, for products without
+    gradients. Where PyTorch's operations are watched, as in plans, it is made and used by them."""
 
-    def __init__(self, weight: Tensor):
-        self.rows, self.terms = weight.shape
-        columns = _function("columns_of_a_panel")()
-        self.weight = torch.empty(-(-self.rows // columns) * columns * self.terms)
-        _function("pack")(_at(self.weight), _at(weight), *weight.shape, *weight.stride())
+    def __init__(self, *weights: Tensor):
+        self.rows, self.terms = sum(map(len, weights)), weights[0].shape[1]
+        self.columns = function("columns_of_a_panel")()
+        panels = -(-self.rows // self.columns)
+        if watched():
+            whole = F.pad(torch.cat(weights), (0, 0, 0, panels * self.columns - self.rows))
+            by_panel = whole.view(panels, self.columns, self.terms)
+            self.weight = by_panel.transpose(1, 2).contiguous()
+            return
+        self.weight = weights[0].new_empty(panels, self.terms, self.columns)
+        self.weight[self.rows // self.columns :] = 0
+        first = 0
+        for x in weights:
+            function("pack")(address(self.weight), address(x), *x.shape, *x.stride(), first)
+            first += len(x)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x wᵀ + b [..., N] of fp32 x [..., K]."""
-        flat = x.reshape(-1, self.terms)
-        if flat.stride(-1) != 1:
-            flat = flat.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        out, turned = x.new_empty(*x.shape[:-1], self.rows), x.new_empty(flat.numel())
-        if flat.numel():
-            at = _at(out), _at(flat), flat.stride(0), _at(self.weight), _at(bias), _at(turned)
-            _function("linear")(*at, len(flat), self.rows, self.terms)
-        return out
+        if watched():
+            by_panel = x.reshape(-1, self.terms) @ self.weight
+            out = by_panel.transpose(0, 1).reshape(-1, len(self.weight) * self.columns)
+            out = out[:, : self.rows].reshape(*x.shape[:-1], self.rows)
+            return out if bias is None else out + bias
+        return _linear(x, self.weight, None, self.rows, bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x wᵀ + b [..., N] of x [..., K] and a weight [N, K] as it is: the bits of :class:`Panels`,
+    without the copy."""
+    if watched():
+        return F.linear(x, weight, bias)
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    return _linear(x, None, weight, len(weight), bias)
+
+
+def _linear(
+    x: Tensor, panels: Tensor | None, weight: Tensor | None, rows: int, bias: Tensor | None
+) -> Tensor:
+    terms = x.shape[-1]
+    flat = x.reshape(-1, terms)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    out, turned = x.new_empty(*x.shape[:-1], rows), x.new_empty(flat.numel())
+    if flat.numel():
+        down = 0 if weight is None else weight.stride(0)
+        at = address(out), address(flat), flat.stride(0), address(panels), address(weight), down
+        function("linear")(*at, address(bias), address(turned), len(flat), rows, terms)
+    return out
 
 
 def rms_norm(
@@ -91,8 +129,8 @@ def rms_norm(
     out = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
-    at = map(_at, (out, total, x, residual, weight))
-    _function("rms_norm")(*at, eps, x.numel() // width, width)
+    at = map(address, (out, total, x, residual, weight))
+    function("rms_norm")(*at, eps, x.numel() // width, width)
     return out, total
 
 
@@ -103,7 +141,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         flat = [x.contiguous() for x in flat]
     out = gate.new_empty(gate.shape)
     rows, width = flat[0].shape
-    _function("swiglu")(_at(out), _at(flat[0]), _at(flat[1]), flat[0].stride(0), rows, width)
+    function("swiglu")(
+        address(out), address(flat[0]), address(flat[1]), flat[0].stride(0), rows, width
+    )
     return out
 
 
@@ -124,12 +164,12 @@ def rotate_and_store(inputs: RotaryInputs) -> Tensor:
     batch, count, width = query.shape
     out = query.new_empty(query.shape)
     of_norms = [None if norms is None else x.contiguous() for x in (norms or ())[:2]] or [None] * 2
-    outside = _function("rotate_and_store")(
-        *(_at(x) for x in (out, *heads)),
-        _Strides(*(x.stride(0) for x in heads)),
-        *(_at(cos), _at(sin), _at(keys), _Strides(*keys.stride()[:3])),
-        *(_at(values), _Strides(*values.stride()[:3]), _at(positions)),
-        *(_at(x) for x in of_norms),
+    outside = function("rotate_and_store")(
+        *(address(x) for x in (out, *heads)),
+        Strides(*(x.stride(0) for x in heads)),
+        *(address(cos), address(sin), address(keys), Strides(*keys.stride()[:3])),
+        *(address(values), Strides(*values.stride()[:3]), address(positions)),
+        *(address(x) for x in of_norms),
         0.0 if norms is None else norms.eps,
         *(keys.shape[1], batch, count, key.shape[1], width, value.shape[2], cos.shape[1]),
     )
@@ -153,9 +193,9 @@ def decode_attention(
     query, lengths = query.contiguous(), lengths.int().contiguous()
     sinks = None if sinks is None else sinks.contiguous()
     out = query.new_empty(batch, heads, values.shape[-1])
-    failed = _function("decode_attention")(
-        *(_at(out), _at(query), _at(keys), _Strides(*keys.stride()[:3])),
-        *(_at(values), _Strides(*values.stride()[:3]), _at(lengths), _at(sinks)),
+    failed = function("decode_attention")(
+        *(address(out), address(query), address(keys), Strides(*keys.stride()[:3])),
+        *(address(values), Strides(*values.stride()[:3]), address(lengths), address(sinks)),
         *(a.scale, a.softcap or 0.0, a.span, a.window, a.chunk),
         *(batch, heads, keys.shape[2], width, values.shape[-1]),
     )
@@ -177,7 +217,14 @@ def draw(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens:
     rows, vocabulary = logits.shape
     size = part_size(vocabulary)
     tokens, figures = torch.empty_like(keys), logits.new_empty(5, rows)
-    at = _at(tokens), _at(figures), _at(logits), logits.stride(0), _at(keys), p.temperature
-    if _function("draw")(*at, rows, vocabulary, size):
+    at = (
+        address(tokens),
+        address(figures),
+        address(logits),
+        logits.stride(0),
+        address(keys),
+        p.temperature,
+    )
+    if function("draw")(*at, rows, vocabulary, size):
         raise MemoryError(f"no memory for the exponentials of {vocabulary} logits")
     return SampledTokens(tokens, *figures.unbind())

@@ -12,26 +12,54 @@
 
 long columns_of_a_panel(void) { return COLUMNS; }
 
-/* Panels [ceil(N / COLUMNS)][K][COLUMNS] of a weight [N, K] with the given strides; 0 behind N. */
-void pack(float *restrict out, const float *restrict weight, long N, long K, long down, long across) {
-    long panels = (N + COLUMNS - 1) / COLUMNS;
+/* Panels [ceil(columns / COLUMNS)][K][COLUMNS], whose columns from `first` on become the rows of a weight
+   [N, K] with the given strides. Columns that no row has are left as they are. */
+void pack(float *restrict out, const float *restrict weight, long N, long K, long down, long across,
+          long first) {
+    long end = first + N;
 #pragma omp parallel for schedule(static)
-    for (long p = 0; p < panels; p++)
-        for (long first = 0; first < K; first += 16)
-            for (long k = first; k < (first + 16 < K ? first + 16 : K); k++)
-                for (long c = 0; c < COLUMNS; c++) {
-                    long n = p * COLUMNS + c;
-                    out[(p * K + k) * COLUMNS + c] = n < N ? weight[n * down + k * across] : 0.0f;
-                }
+    for (long p = first / COLUMNS; p < (end + COLUMNS - 1) / COLUMNS; p++) {
+        long from = p * COLUMNS > first ? p * COLUMNS : first;
+        long to = end < (p + 1) * COLUMNS ? end : (p + 1) * COLUMNS;
+        for (long some = 0; some < K; some += 16)
+            for (long k = some; k < (some + 16 < K ? some + 16 : K); k++)
+                for (long c = from; c < to; c++)
+                    out[(p * K + k) * COLUMNS + c % COLUMNS] = weight[(c - first) * down + k * across];
+    }
 }
 
-/* out [R, columns] = x panel + before [columns], or out += x panel without `before`; x is laid out as
-   [K][R]. Meanwhile it fetches what comes next from memory, `ahead` bytes for each term. */
+/* A piece of a panel [terms][COLUMNS]: so many numbers of rows that begin `down` apart. */
+static void turn(float *restrict piece, const float *rows, long down, long terms, long columns) {
+    const float *at[COLUMNS];
+    for (long c = 0; c < COLUMNS; c++) at[c] = rows + (c < columns ? c : 0) * down;
+    long whole = terms / 4 * 4;
+    for (int half = 0; half < COLUMNS; half += WIDTH)
+        for (long k = 0; k < whole; k += 4) {
+            vec a = every_fourth(at + half, k), b = every_fourth(at + half + 1, k);
+            vec c = every_fourth(at + half + 2, k), d = every_fourth(at + half + 3, k);
+            vec low = MIXED(a, b, 0, 4, 1, 5), high = MIXED(a, b, 2, 6, 3, 7);
+            vec low2 = MIXED(c, d, 0, 4, 1, 5), high2 = MIXED(c, d, 2, 6, 3, 7);
+            float *to = piece + k * COLUMNS + half;
+            store(to, MIXED(low, low2, 0, 1, 4, 5));
+            store(to + COLUMNS, MIXED(low, low2, 2, 3, 6, 7));
+            store(to + 2 * COLUMNS, MIXED(high, high2, 0, 1, 4, 5));
+            store(to + 3 * COLUMNS, MIXED(high, high2, 2, 3, 6, 7));
+        }
+    for (long k = whole; k < terms; k++)
+        for (long c = 0; c < COLUMNS; c++) piece[k * COLUMNS + c] = at[c][k];
+}
+
+static void fetch(const float *rows, long down) {
+    for (long c = 0; c < COLUMNS; c++)
+        for (long k = 0; k < TERMS; k += 16) __builtin_prefetch(rows + c * down + k, 0, 2);
+}
+
+/* sums [R, COLUMNS] += x panel of x laid out as [K][R]. Meanwhile it fetches what comes next from memory,
+   `ahead` bytes for each term. */
 #define EACH(R) _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) /* keeps sums in registers */
 #define BLOCK(R)                                                                                   \
-    static void block_##R(const float *restrict x, const float *restrict panel,                    \
-                          float *restrict out, long stride, long K, long columns,                  \
-                          const float *before, const char *next, long ahead) {                     \
+    static void block_##R(const float *restrict x, const float *restrict panel, float *restrict sums,\
+                          long K, const char *next, long ahead) {                                  \
         vec low[R], high[R];                                                                       \
         EACH(R) low[r] = high[r] = all(0.0f);                                                      \
         for (long k = 0; k < K; k++) {                                                             \
@@ -43,21 +71,10 @@ void pack(float *restrict out, const float *restrict weight, long N, long K, lon
                 high[r] += s * b;                                                                  \
             }                                                                                      \
         }                                                                                          \
-        if (columns == COLUMNS) {                                                                  \
-            EACH(R) {                                                                              \
-                float *to = out + r * stride;                                                      \
-                const float *added = before ? before : to;                                         \
-                store(to, load(added) + low[r]);                                                   \
-                store(to + WIDTH, load(added + WIDTH) + high[r]);                                  \
-            }                                                                                      \
-            return;                                                                                \
-        }                                                                                          \
         EACH(R) {                                                                                  \
-            float whole[COLUMNS], *to = out + r * stride;                                          \
-            store(whole, low[r]);                                                                  \
-            store(whole + WIDTH, high[r]);                                                         \
-            const float *added = before ? before : to;                                             \
-            for (long c = 0; c < columns; c++) to[c] = added[c] + whole[c];                        \
+            float *to = sums + r * COLUMNS;                                                        \
+            store(to, load(to) + low[r]);                                                          \
+            store(to + WIDTH, load(to + WIDTH) + high[r]);                                         \
         }                                                                                          \
     }
 
@@ -66,8 +83,7 @@ BLOCK(1) BLOCK(2) BLOCK(3) BLOCK(4) BLOCK(5) BLOCK(6)
 BLOCK(7) BLOCK(8) BLOCK(9) BLOCK(10) BLOCK(11) BLOCK(12)
 #endif
 
-typedef void block(const float *restrict, const float *restrict, float *restrict, long, long, long,
-                   const float *, const char *, long);
+typedef void block(const float *restrict, const float *restrict, float *restrict, long, const char *, long);
 static block *const blocks[] = {
     0, block_1, block_2, block_3, block_4, block_5, block_6,
 #if ROWS == 12
@@ -75,18 +91,20 @@ static block *const blocks[] = {
 #endif
 };
 
-static const float nothing[COLUMNS];
-
 #define AT_A_TIME 96 /* rows whose blocks meet a panel while it is in the cache */
 
-/* out [M, N] = x w^T + bias of x [M, K], whose rows begin `stride` numbers apart, and a packed w;
-   `turned` is working memory for M K numbers. */
+/* out [M, N] = x w^T + bias of x [M, K], whose rows begin `stride` numbers apart, and a w in panels; or
+   without panels, of w [N, K] whose rows begin `down` numbers apart, of which each thread turns a piece
+   at a time: the same sums. `turned` is working memory for M K numbers. */
 void linear(float *restrict out, const float *restrict x, long stride, const float *restrict packed,
-            const float *bias, float *restrict turned, long M, long N, long K) {
+            const float *restrict weight, long down, const float *bias, float *restrict turned, long M,
+            long N, long K) {
     long count = (M + ROWS - 1) / ROWS; /* blocks, all but the last one whole */
     long panels = (N + COLUMNS - 1) / COLUMNS, together = AT_A_TIME / ROWS;
 #pragma omp parallel
     {
+        float piece[TERMS * COLUMNS] __attribute__((aligned(64)));
+        float sums[AT_A_TIME * COLUMNS] __attribute__((aligned(64))); /* out's rows lie apart */
 #pragma omp for collapse(2) schedule(static)
         for (long k = 0; k < K; k += 64)
             for (long i = 0; i < count; i++) {
@@ -101,19 +119,34 @@ void linear(float *restrict out, const float *restrict x, long stride, const flo
 #pragma omp for schedule(static) nowait
             for (long p = 0; p < panels; p++) {
                 long columns = N - p * COLUMNS < COLUMNS ? N - p * COLUMNS : COLUMNS;
-                long ahead = COLUMNS * (long)sizeof(float) / of;
+                const float *rows = weight + p * COLUMNS * down;
+                long first_row = begin * ROWS, last_row = M < end * ROWS ? M : end * ROWS;
+                memset(sums, 0, sizeof sums);
+                for (long r = 0; bias && r < last_row - first_row; r++)
+                    memcpy(sums + r * COLUMNS, bias + p * COLUMNS, columns * sizeof(float));
                 for (long k = 0; k < K; k += TERMS) {
                     long terms = K - k < TERMS ? K - k : TERMS;
-                    const float *panel = packed + (p * K + k) * COLUMNS;
-                    const float *before = k ? 0 : bias ? bias + p * COLUMNS : nothing;
-                    const char *next = (const char *)(panel + terms * COLUMNS);
+                    const float *panel = piece;
+                    const char *next = (const char *)piece;
+                    long ahead = 0;
+                    if (packed) {
+                        panel = packed + (p * K + k) * COLUMNS;
+                        next = (const char *)(panel + terms * COLUMNS);
+                        ahead = COLUMNS * (long)sizeof(float) / of;
+                    } else {
+                        int last = k + terms == K;
+                        turn(piece, rows + k, down, terms, columns);
+                        fetch(last ? rows + COLUMNS * down : rows + k + terms, down);
+                    }
                     for (long i = begin; i < end; i++) {
                         long first = i * ROWS, R = M - first < ROWS ? M - first : ROWS;
-                        blocks[R](turned + first * K + k * R, panel, out + first * N + p * COLUMNS,
-                                  N, terms, columns, before, next + (i - begin) * ahead * terms,
-                                  ahead);
+                        blocks[R](turned + first * K + k * R, panel, sums + (i - begin) * ROWS * COLUMNS,
+                                  terms, next + (i - begin) * ahead * terms, ahead);
                     }
                 }
+                for (long r = first_row; r < last_row; r++)
+                    memcpy(out + r * N + p * COLUMNS, sums + (r - first_row) * COLUMNS,
+                           columns * sizeof(float));
             }
         }
     }

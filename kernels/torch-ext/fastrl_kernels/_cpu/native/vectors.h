@@ -4,6 +4,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 #if defined(__AVX512F__)
 #define WIDTH 16
 #elif defined(__AVX__)
@@ -77,3 +80,28 @@ static inline vec exponential(vec x) {
     ints power = ((ints)shifted - (ints)magic + 127) << 23;
     return choose(gone, all(0.0f), p * (vec)power);
 }
+
+/* Four numbers from each of rows 0, 4, 8, ..., one behind the other. */
+static inline vec every_fourth(const float *const *rows, long k) {
+#if WIDTH == 16
+    __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + k));
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(rows[4] + k), 1);
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(rows[8] + k), 2);
+    return (vec)_mm512_insertf32x4(v, _mm_loadu_ps(rows[12] + k), 3);
+#elif WIDTH == 8
+    return (vec)_mm256_loadu2_m128(rows[4] + k, rows[0] + k);
+#else
+    return load(rows[0] + k);
+#endif
+}
+
+/* In each four lanes, those of a (0 to 3) and of b (4 to 7) that are named. */
+#define OF_BOTH(i) ((i) < 4 ? (i) : (i) - 4 + WIDTH)
+#if WIDTH == 16
+#define LANES(i, j, k, l) ((ints){i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, k + 8, l + 8, i + 12, j + 12, k + 12, l + 12})
+#elif WIDTH == 8
+#define LANES(i, j, k, l) ((ints){i, j, k, l, i + 4, j + 4, k + 4, l + 4})
+#else
+#define LANES(i, j, k, l) ((ints){i, j, k, l})
+#endif
+#define MIXED(a, b, i, j, k, l) __builtin_shuffle(a, b, LANES(OF_BOTH(i), OF_BOTH(j), OF_BOTH(k), OF_BOTH(l)))
