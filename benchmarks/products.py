@@ -15,8 +15,11 @@ from torch import Tensor
 
 from benchmarks.models import HYBRID, Model
 from benchmarks.timing import DTYPES, copy_speed, now
+from fastrl_kernels._cpu.native.build import why_not
+from fastrl_kernels._cpu.native.calls import Panels
 
 MM, ONEDNN, PACKED = "mm", "oneDNN", "oneDNN, prepacked"
+PANELS = "fastrl's panels"
 
 Call = Callable[[], object]
 
@@ -94,7 +97,16 @@ def packed(x: Tensor, weight: Tensor) -> Call:
     return onednn(x, torch.ops.mkldnn._reorder_linear_weight(weight, len(x)))
 
 
-PROVIDERS = {MM: mm, ONEDNN: onednn, PACKED: packed}  # (x [m, k], weight [n, k]) → the call of x·wᵀ
+def panels(x: Tensor, weight: Tensor) -> Call:
+    """fastrl's compiled code, on a copy of the weight in panels."""
+    if x.dtype != torch.float32 or (lacks := why_not()):
+        raise RuntimeError("compiled code is for fp32" if x.dtype != torch.float32 else lacks)
+    copy = Panels(weight)
+    return lambda: copy.linear(x)
+
+
+# (x [m, k], weight [n, k]) → the call of x·wᵀ
+PROVIDERS = {MM: mm, ONEDNN: onednn, PACKED: packed, PANELS: panels}
 
 
 def providers(

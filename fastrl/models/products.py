@@ -16,6 +16,7 @@ from transformers.activations import FastGELUActivation, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from fastrl.run.contexts import attributes_set
+from fastrl.run.machine import measure_products_once
 from fastrl.run.processes import OneProcess, Processes
 from fastrl_kernels import explain, gemm
 from fastrl_kernels._cpu.fp32_copies import FreeMemory, keeping
@@ -36,7 +37,10 @@ class Products:
     """
 
     def __init__(self, processes: Processes | None = None) -> None:
-        chosen = (processes or OneProcess()).from_main(gemm.as_json(gemm.choices()))
+        processes = processes or OneProcess()
+        if processes.is_main and not torch.cuda.is_available():
+            measure_products_once()
+        chosen = processes.from_main(gemm.as_json(gemm.choices()))
         self.choices = gemm.checked(chosen, "the main process")
 
     @contextlib.contextmanager

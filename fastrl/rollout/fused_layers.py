@@ -23,7 +23,7 @@ from fastrl.models.products import (
     joined,
 )
 from fastrl.models.utils import computes_in_tf32
-from fastrl.rollout.attention import DecodeAttention
+from fastrl.rollout.attention import DecodeAttention, PrefillAttention
 from fastrl.run.contexts import attributes_set
 from fastrl_kernels._cpu.native.calls import are_fp32
 from fastrl_kernels._cpu.native.decode_layer import DecodeLayer, Norm, Shape, Weights
@@ -177,7 +177,8 @@ def joined_view(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class FusedDecoderLayer:
-    """A decoder layer's forward of a decode step's tokens; all other forwards are the layer's own.
+    """A decoder layer's forward of a decode step's tokens, and, in compiled code, of prompts; all
+    other forwards are the layer's own.
 
     It has eight launches beside attention's: four products (seven where they are not joined), two
     norms with the additions before them, the rotation that stores keys and values, the gate.
@@ -211,6 +212,8 @@ class FusedDecoderLayer:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attention = current_attention()
+        if isinstance(attention, PrefillAttention) and self.attention_products.compiled is not None:
+            return self._prefilled(hidden_states, *args, **kwargs)
         if not isinstance(attention, DecodeAttention):
             return self.own_forward(hidden_states, *args, **kwargs)
         layer, x = self.layer, hidden_states
@@ -239,6 +242,15 @@ class FusedDecoderLayer:
         query = attention.rotate_and_write(layer.layer_idx, query, key, value, cos, sin, norms)
         out = attention.attend_written(query, self.variant)
         return layer.o_proj(out.reshape(len(x), 1, -1).to(x.dtype))
+
+    def _prefilled(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's output for prompts, by its own attention; norms and gate take one pass."""
+        layer, mlp = self.layer, self.layer.mlp
+        normed, _ = _add_and_norm(x, None, layer.input_layernorm)
+        attended, _ = layer.self_attn(normed, *args, **kwargs)
+        normed, x = _add_and_norm(attended, x, layer.post_attention_layernorm)
+        gated = fastrl_kernels.swiglu(mlp.gate_proj(normed), mlp.up_proj(normed))
+        return mlp.down_proj(gated).add_(x)
 
     def _as_a_whole(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: DecodeAttention

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,13 @@ from fastrl.run.files import write_file
 
 # torch's names of instruction sets, in ascending order, and their names in ATEN_CPU_CAPABILITY.
 _CAPABILITIES = {"NO AVX": "default", "DEFAULT": "default", "AVX2": "avx2", "AVX512": "avx512"}
-# Environment variables that change bits: those of libraries of matrix products, and of kernels.
-_OF_BITS = (
+# Environment variables that change the bits that libraries of matrix products compute.
+_OF_PRODUCTS = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_CBWR",
-    "FASTRL_KERNELS_BACKEND",
 )
 _PACKAGES = ("fastrl-lm", "torch", "triton", "transformers", "accelerate", "peft")
 
@@ -41,7 +41,8 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, its instruction set, threads, GPUs, libraries of matrix products, and variables."""
+    """CPU, its instruction set, threads, GPUs, kernels, libraries of matrix products and their
+    variables."""
     import torch
 
     from fastrl_kernels import gemm
@@ -51,10 +52,22 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "kernels": _kernels(),
         "products": gemm.as_json(gemm.choices()),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
-        **{name: os.environ[name] for name in _OF_BITS if os.environ.get(name)},
+        **{name: os.environ[name] for name in _OF_PRODUCTS if os.environ.get(name)},
     }
+
+
+def _kernels() -> str:
+    """The backend of kernels where models run; of compiled code, the build, too."""
+    import torch
+
+    from fastrl_kernels import explain
+    from fastrl_kernels._cpu.native import build
+
+    backend = explain("cuda" if torch.cuda.is_available() else "cpu").backend
+    return f"{backend} {build.name()}" if backend == "native" else backend
 
 
 def other_draws(before: dict[str, str]) -> str:
@@ -85,6 +98,28 @@ def write_products(measured: Mapping[str, Any]) -> Path:
     return path
 
 
+def measure_products_once() -> None:
+    """Measures the libraries of fp32 products at their first use on this processor, some seconds,
+    unless variables name a library or a table. Where no table can be kept, the fixed rule is."""
+    from fastrl_kernels import gemm, measure_products
+
+    path = gemm.table_path()
+    if gemm.forced() is not None or os.environ.get(gemm.TABLE_VARIABLE):
+        return
+    try:
+        known = gemm.processor() in gemm.read_table(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError):  # a table that nobody can read is warned of where it is read
+        return
+    if known or not os.access(path.parent, os.W_OK):
+        return
+    said = f"measuring matrix products on this CPU, once: {path} keeps what is fastest"
+    print(said, file=sys.stderr, flush=True)
+    measured = measure_products.measure(["float32"])
+    write_products(gemm.as_json({each.dtype: each.choice for each in measured}))
+    gemm.read_anew()
+
+
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The differences between two machines, or their versions, as "name: before → now"."""
     names = dict.fromkeys([*before, *now])
@@ -106,8 +141,17 @@ def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
         names = list(_CAPABILITIES)
         if names.index(earlier) < names.index(current):
             variables.append(f"ATEN_CPU_CAPABILITY={_CAPABILITIES[earlier]}")
+    kernels, _, _ = now.get("kernels", "").partition(" ")
+    # Before this was recorded, CPUs had PyTorch's alone.
+    earlier, _, _ = before.get("kernels", "torch" if kernels == "native" else kernels).partition(
+        " "
+    )
+    if earlier != kernels:
+        variables.append(f"FASTRL_KERNELS_BACKEND={earlier}")
     variables += [
-        f"{name}={before.get(name, '')}" for name in _OF_BITS if before.get(name) != now.get(name)
+        f"{name}={before.get(name, '')}"
+        for name in _OF_PRODUCTS
+        if before.get(name) != now.get(name)
     ]
     return " ".join(variables)
 

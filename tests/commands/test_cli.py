@@ -14,6 +14,8 @@ from fastrl import cli
 from fastrl.run.progress import line_start
 from fastrl.tools.commands.ppo import PPOFlags, PPOJob
 from fastrl.tools.commands.sft import SFTFlags, SFTJob
+from fastrl_kernels._cpu.native.build import why_not
+from fastrl_kernels.dispatch import NATIVE
 
 REQUIRED = ["--model", "m", "--dataset", "d.jsonl", "--reward", "r"]
 
@@ -302,7 +304,16 @@ def test_env_says_which_backend_each_kernel_uses_and_why(capsys):
     assert status == 0
     for name in ("python", "torch", "triton", "transformers", "flash-attn", "ppo_loss", "gae"):
         assert f"  {name} " in out
-    assert "FASTRL_KERNELS_BACKEND=torch asks for it" in out or "tensors are on cuda" in out
+    assert re.search(r"BACKEND=(torch|native) asks for it|tensors are on cuda", out)
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no compiled code here")
+def test_env_says_which_kernels_have_compiled_code(capsys, monkeypatch):
+    monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "native")
+    _, out, _ = run(capsys, "env")
+    backends = dict(re.findall(r"^    (\w+) +(\w+)$", out, re.MULTILINE))
+    assert {name for name in backends if backends[name] == "native"} == set(NATIVE)
+    assert backends["ppo_loss"] == "torch"
 
 
 def test_optional_booleans_take_a_value():

@@ -6,10 +6,13 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fastrl_kernels import explain, rms_norm, rotate_and_store, swiglu
 from fastrl_kernels._cpu.native import build
-from fastrl_kernels._cpu.native.calls import Panels
+from fastrl_kernels._cpu.native.calls import Panels, linear
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason="no compiled code here")
 # Rows of one block and of several, of unequal ones, and of more than meet a panel at a time.
@@ -20,7 +23,7 @@ SHAPES = ((1, 1), (33, 17), (64, 256), (70, 257), (130, 600))  # of weights: bor
 @pytest.fixture
 def nothing_found():
     """Compiled code is looked for anew, within the test and behind it."""
-    kept = build.library, build.compiler, build.why_not
+    kept = build.library, build.compiler, build.why_not, build.name
     for found in kept:
         found.cache_clear()
     yield
@@ -59,6 +62,44 @@ def test_weights_and_rows_of_any_strides():
     assert torch.equal(Panels(weight).linear(x), Panels(weight).linear(x.contiguous()))
     assert Panels(weight).linear(x.view(3, 1, 40)).shape == (3, 1, 50)
     assert Panels(weight).linear(x[:0]).shape == (0, 50)
+
+
+def test_joined_weights_and_plain_ones_have_the_bits_of_single_panels():
+    x, bias = torch.randn(40, 130), torch.randn(75)
+    weights = [torch.randn(n, 130) for n in (5, 18, 1, 51)]
+    expected = torch.cat([Panels(w).linear(x) for w in weights], -1) + bias
+    torch.testing.assert_close(Panels(*weights).linear(x, bias), expected)
+    assert torch.equal(Panels(*weights).linear(x), torch.cat([linear(x, w) for w in weights], -1))
+    whole = torch.cat(weights)
+    assert torch.equal(Panels(*weights).linear(x, bias), linear(x, whole, bias))
+    assert torch.equal(linear(x, whole), linear(x, whole.t().contiguous().t()))
+
+
+def test_products_that_are_watched_are_pytorchs_own():
+    x, weight, bias = torch.randn(7, 40), torch.randn(50, 40), torch.randn(50)
+    panels, expected = Panels(weight), F.linear(x, weight, bias)
+    with FlopCounterMode(display=False) as counter:
+        watched = Panels(weight)
+        for out in (panels.linear(x, bias), watched.linear(x, bias), linear(x, weight, bias)):
+            torch.testing.assert_close(out, expected)
+    assert counter.get_total_flops() >= 3 * 2 * x.numel() * len(weight)
+    assert torch.equal(panels.weight, watched.weight)
+    with FakeTensorMode():
+        made = rms_norm(torch.randn(3, 8), torch.randn(8), backend="native")
+    assert isinstance(made, FakeTensor)
+
+
+def test_cpus_have_it_by_default(nothing_found, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.delenv("FASTRL_KERNELS_BACKEND", raising=False)
+    assert explain("cpu").backend == "native"
+    monkeypatch.setenv(build.COMPILER_VARIABLE, "no-such-compiler")
+    build.why_not.cache_clear()
+    build.library.cache_clear()
+    build.compiler.cache_clear()
+    backend, reason = explain("cpu")
+    assert backend == "torch"
+    assert "no compiled code for this CPU: FASTRL_KERNELS_CC=no-such-compiler" in reason
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
 def test_rollouts_are_pytorchs(family, called, monkeypatch):
     model = tiny_models.language_model(family)
-    fused = {"rms_norm", "decode_layer", "numbers_of_a_row"} if family in FUSED else set()
+    fused = {"rms_norm", "swiglu", "decode_layer", "numbers_of_a_row"} if family in FUSED else set()
     always = fused | {"decode_attention", "linear", "pack", "columns_of_a_panel"}
     for given in ({}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}):
         expected = generated(model, monkeypatch, "torch", **given)

@@ -216,6 +216,9 @@ def test_another_way_to_draw_tokens_is_told_of(checkpoints):
     ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {}, "ONEDNN_MAX_CPU_ISA=AVX2"),
     ({"MKL_CBWR": "AVX2"}, {"MKL_CBWR": "AVX"}, "MKL_CBWR=AVX2"),
     ({}, {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}, "MKL_ENABLE_INSTRUCTIONS="),
+    ({}, {"kernels": "native 1a2b"}, "FASTRL_KERNELS_BACKEND=torch"),
+    ({"kernels": "native 1a2b"}, {"kernels": "torch"}, "FASTRL_KERNELS_BACKEND=native"),
+    ({"kernels": "native 1a2b"}, {"kernels": "native 3c4d"}, ""),
 ])  # fmt: skip
 def test_the_variables_that_bring_the_same_bits_are_named(before, now, said):
     assert remedies(before, now) == said
@@ -227,6 +230,15 @@ def test_limits_of_instructions_are_part_of_the_machine(checkpoints, monkeypatch
     manifest = verify(write(checkpoints, 1))
     monkeypatch.setenv(name, "AVX2")
     with pytest.warns(UserWarning, match=f"{name}: None → AVX2.*start it with {name}= for"):
+        warn_of_another_machine(manifest)
+
+
+def test_kernels_are_part_of_the_machine(checkpoints, monkeypatch):
+    name = "FASTRL_KERNELS_BACKEND"
+    monkeypatch.setenv(name, "torch")
+    manifest = verify(write(checkpoints, 1))
+    monkeypatch.setenv(name, "triton")
+    with pytest.warns(UserWarning, match=f"kernels: torch → triton.*start it with {name}=torch"):
         warn_of_another_machine(manifest)
 
 

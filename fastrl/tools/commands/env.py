@@ -11,8 +11,8 @@ import torch
 import fastrl_kernels
 from fastrl.run.machine import versions, write_products
 from fastrl.settings import setting
-from fastrl.tools.commands import measure_products
-from fastrl_kernels import gemm
+from fastrl.tools.commands import products_table
+from fastrl_kernels import gemm, measure_products
 from fastrl_kernels.dispatch import NATIVE
 
 PACKAGES = (
@@ -65,7 +65,7 @@ def describe() -> str:
     lines += [f"products on cpu ({gemm.source()})"]
     rules = gemm.rules() if gemm.source() == gemm.BY_RULE else {}
     for dtype, choice in gemm.choices().items():
-        lines += [f"  {dtype:<14}{measure_products.describe(choice)}"]
+        lines += [f"  {dtype:<14}{products_table.describe(choice)}"]
         if dtype in rules:
             lines += [f"  {'':<14}  measured on {rules[dtype].measured_on}"]
     return "\n".join(lines)
@@ -88,6 +88,6 @@ def run_env(flags: EnvFlags) -> None:
         print(describe())
         return
     measured = measure_products.measure()
-    print(measure_products.table(measured))
+    print(products_table.table(measured))
     path = write_products(gemm.as_json({each.dtype: each.choice for each in measured}))
     print(f"written to {path}; a run that is resumed keeps the libraries it began with")

@@ -553,6 +553,11 @@ def _found(named: str | None, of: str, table: Path) -> Choices:
     return {**by_rule(), **checked(asked, f"{LIBRARY_VARIABLE}={named}")}
 
 
+def read_anew() -> None:
+    """Has the table read again that another part of this process has written."""
+    _found.cache_clear()
+
+
 _chosen: ContextVar[Choices | None] = ContextVar("fastrl_kernels_products", default=None)
 
 

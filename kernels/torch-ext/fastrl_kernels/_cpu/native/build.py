@@ -65,6 +65,13 @@ def why_not() -> str | None:
     return None
 
 
+@functools.cache
+def name() -> str:
+    """The name of the build that :func:`library` takes: that of its source, compiler, processor and
+    PyTorch."""
+    return _path().stem
+
+
 def folder() -> Path:
     """Where compiled code is kept: ``fastrl/native`` in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

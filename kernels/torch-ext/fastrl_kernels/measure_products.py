@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastrl_kernels import gemm
-from fastrl_kernels._cpu.fp32_copies import keeping
+from . import gemm
+from ._cpu.fp32_copies import keeping
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024, 2048)  # weights are squares of these
 _ROWS = (16, 256)  # rows of a decode step, and of a mini-batch
+_FASTER = 1.1  # than the rule's, which is kept otherwise
 _SECONDS = 0.05  # for each library, width and number of rows
 
 
@@ -26,24 +26,28 @@ class Measured(NamedTuple):
     choice: gemm.Choice
 
 
-def measure() -> list[Measured]:
+def measure(dtypes: Iterable[str] = tuple(gemm.LIBRARIES)) -> list[Measured]:
     """Measures forward and backward products of every library that can be used, in turns."""
-    measured = []
-    for dtype, libraries in gemm.LIBRARIES.items():
+    measured, rule = [], gemm.by_rule()
+    for dtype in dtypes:
         usable = {
             name: library
-            for name, library in libraries.items()
+            for name, library in gemm.LIBRARIES[dtype].items()
             if library.absent() is None and gemm.inexact(dtype, name) is None
         }
         speeds = {width: _speeds(dtype, width, usable) for width in _WIDTHS}
-        measured.append(Measured(dtype, speeds, chosen(speeds)))
+        measured.append(Measured(dtype, speeds, chosen(speeds, rule[dtype])))
     return measured
 
 
-def chosen(speeds: dict[int, dict[str, float]]) -> gemm.Choice:
-    """The fastest library for the largest weights, and from how many elements on it is fastest."""
+def chosen(speeds: dict[int, dict[str, float]], rule: gemm.Choice) -> gemm.Choice:
+    """The fastest library for the largest weights, and from how many elements on it is fastest; the
+    rule's, whose bits more machines have, where none is faster by a tenth."""
     widths = sorted(speeds)
-    best = max(speeds[widths[-1]], key=speeds[widths[-1]].__getitem__)
+    largest = speeds[widths[-1]]
+    best = max(largest, key=largest.__getitem__)
+    if largest[best] < _FASTER * largest.get(rule.library, 0.0):
+        return rule
     smallest = widths[-1]
     for width in reversed(widths):
         if speeds[width][best] < max(speeds[width].values()):
@@ -97,32 +101,3 @@ def _for_seconds(seconds: float) -> Iterator[None]:
     yield
     while time.perf_counter() < end:
         yield
-
-
-def table(measured: list[Measured]) -> str:
-    """The speeds as text."""
-    lines = [f"products on {gemm.processor()}, GFLOP/s forward and backward"]
-    for dtype, speeds, choice in measured:
-        names = list(next(iter(speeds.values())))
-        lines.append(f"  {dtype:<10}{'weight':>12}" + "".join(f"{name:>10}" for name in names))
-        lines += [
-            f"  {'':<10}{f'{width}×{width}':>12}"
-            + "".join(f"{_rounded(speed[name]):>10}" for name in names)
-            for width, speed in speeds.items()
-        ]
-        lines.append(f"    {describe(choice)}")
-    return "\n".join(lines)
-
-
-def describe(choice: gemm.Choice) -> str:
-    """A choice in words."""
-    if choice.library == "fp32":
-        copies = "fp32, with copies of the weights while a half of the memory has room for them"
-        return f"{copies}; mm below {choice.fewest} elements" if choice.fewest else copies
-    if not choice.fewest or choice.library == "mm":
-        return choice.library
-    return f"{choice.library}; mm for weights below {choice.fewest} elements"
-
-
-def _rounded(x: float) -> str:
-    return f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"
