@@ -219,6 +219,8 @@ class FusedDecoderLayer:
         layer, x = self.layer, hidden_states
         stream = None if self.first else self.stream.sum
         rotation = _of_rows(x, *kwargs["position_embeddings"])
+        if not getattr(layer.self_attn, "use_rope", True):  # some of SmolLM3's
+            rotation = torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])
         whole = self._as_a_whole(x, rotation, attention)
         if whole is not None:
             index = layer.self_attn.layer_idx

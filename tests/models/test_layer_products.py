@@ -124,6 +124,7 @@ def test_rollouts_see_weights_as_they_are(precision):
 
 
 def test_frozen_weights_are_packed_once_until_somebody_writes_to_them(monkeypatch):
+    monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "torch")  # compiled code has panels instead
     packed = []
     right = gemm.Packed.__init__
 
@@ -155,6 +156,7 @@ def test_frozen_weights_are_packed_once_until_somebody_writes_to_them(monkeypatc
 
 
 def test_a_tall_weight_is_packed_once_there_are_a_few_rows(monkeypatch):
+    monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "torch")  # compiled code has panels instead
     packed = []
     right = gemm.Packed.__init__
     monkeypatch.setattr(
@@ -206,6 +208,8 @@ def test_an_activation_by_tanh_is_computed_in_one_pass(activation):
 
 def test_the_main_processs_libraries_hold_for_all(monkeypatch):
     class Second:
+        is_main = False
+
         def from_main(self, _):
             return {"float32": ["mm", 0], "bfloat16": ["mm", 0]}
 
