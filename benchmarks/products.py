@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.models import HYBRID, Model
 from benchmarks.timing import DTYPES, copy_speed, now
 from fastrl_kernels._cpu.native.build import why_not
-from fastrl_kernels._cpu.native.calls import Panels
+from fastrl_kernels._cpu.native.calls import Panels, are_fp32
 
 MM, ONEDNN, PACKED = "mm", "oneDNN", "oneDNN, prepacked"
 PANELS = "fastrl's panels"
@@ -99,8 +99,9 @@ def packed(x: Tensor, weight: Tensor) -> Call:
 
 def panels(x: Tensor, weight: Tensor) -> Call:
     """fastrl's compiled code, on a copy of the weight in panels."""
-    if x.dtype != torch.float32 or (lacks := why_not()):
-        raise RuntimeError("compiled code is for fp32" if x.dtype != torch.float32 else lacks)
+    lacks = why_not() if are_fp32(x, weight) else "compiled code is for fp32"
+    if lacks:
+        raise RuntimeError(lacks)
     copy = Panels(weight)
     return lambda: copy.linear(x)
 

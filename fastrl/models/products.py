@@ -109,15 +109,17 @@ class PackedProducts:
 
     def _forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
         before, self._kept, memory = self._kept, {}, FreeMemory()
-        compiled = explain("cpu").backend == "native"
-        for layer in _layers(model):
+        layers = list(_layers(model))  # those on a CPU
+        compiled = bool(layers) and explain("cpu").backend == "native"
+        for layer in layers:
             weight, dtype = layer.weight, layer.weight.dtype
             if dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
                 dtype = torch.get_autocast_dtype("cpu")
             library = gemm.library_of(dtype, weight.numel())
             wide = library is gemm.Fp32
             fits = not wide or memory.take(weight.numel() * torch.float32.itemsize)
-            content = (dtype, library, fits, weight.data_ptr(), weight._version)
+            tensors = [x for x in (weight, layer.bias) if x is not None]
+            content = (dtype, library, fits, *((x.data_ptr(), x._version) for x in tensors))
             kept = before.get(id(layer))
             # Fused optimizers write to weights without a new version.
             if not weight.requires_grad and kept is not None and kept[0] == content:
@@ -186,7 +188,7 @@ class CompiledProduct:
     depend neither on that nor on the number of rows.
 
     Args:
-        layers: linear layers of one input, which are not written to meanwhile.
+        layers: linear layers of one input, whose weights are not written to meanwhile.
         memory: what copies may take.
         parts: the products of the single layers.
     """
@@ -202,7 +204,8 @@ class CompiledProduct:
         self.memory, self.parts, self.sizes = memory, parts, [len(_rows(x)) for x in layers]
         self.weights = [_rows(x).detach() for x in layers]
         biases = [x.bias.detach() for x in layers if x.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
+        # The bias itself, which may be trained where the weight is not; a copy of joined ones.
+        self.bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
         self.panels: native.Panels | None = None
         self.may_copy = True
 

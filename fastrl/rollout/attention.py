@@ -207,7 +207,8 @@ class DecodeAttention:
         rotation: tuple[Tensor, Tensor],
         variant: Variant,
     ) -> tuple[Tensor, Tensor]:
-        """Runs a whole layer in one call, see :class:`fastrl_kernels` ``DecodeLayer``."""
+        """Runs a whole layer by compiled code, in one call: its last product and the stream, see
+        :class:`fastrl_kernels._cpu.native.decode_layer.DecodeLayer`."""
         self.layer = layer
         self.kv_cache.windows[layer] = variant.window or variant.chunk
         cache = self.kv_cache.keys[layer], self.kv_cache.values[layer]

@@ -25,7 +25,7 @@ from fastrl.models.products import (
 from fastrl.models.utils import computes_in_tf32
 from fastrl.rollout.attention import DecodeAttention, PrefillAttention
 from fastrl.run.contexts import attributes_set
-from fastrl_kernels._cpu.native.calls import are_fp32
+from fastrl_kernels._cpu.native.calls import are_contiguous_fp32, are_fp32
 from fastrl_kernels._cpu.native.decode_layer import DecodeLayer, Norm, Shape, Weights
 from fastrl_kernels.dispatch import watched
 
@@ -99,8 +99,11 @@ class JoinedProducts:
 
     def leave(self) -> None:
         """Ends a rollout: copies of weights that are trained are freed."""
-        if any(layer.weight.requires_grad for layer in self.layers):
+        if self.compiled is not None and any(x.requires_grad for x in self._parameters()):
             self.compiled = None
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (x for layer in self.layers for x in layer.parameters(recurse=False))
 
     def stored(self) -> list[Tensor]:
         """The copies that stay between rollouts."""
@@ -252,12 +255,14 @@ class FusedDecoderLayer:
         attended, _ = layer.self_attn(normed, *args, **kwargs)
         normed, x = _add_and_norm(attended, x, layer.post_attention_layernorm)
         gated = fastrl_kernels.swiglu(mlp.gate_proj(normed), mlp.up_proj(normed))
-        return mlp.down_proj(gated).add_(x)
+        return x + mlp.down_proj(gated)
 
     def _as_a_whole(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: DecodeAttention
     ) -> DecodeLayer | None:
         """The layer for compiled code, in one call; None where that cannot compute it."""
+        if self.attention_products.compiled is None:
+            return None
         index = self.layer.self_attn.layer_idx
         keys, values = attention.kv_cache.keys[index], attention.kv_cache.values[index]
         stream = None if self.first else self.stream.sum
@@ -270,30 +275,27 @@ class FusedDecoderLayer:
 
     def _for_compiled_code(self, cos: Tensor, keys: Tensor, values: Tensor) -> DecodeLayer | None:
         """The layer with its weights of now; None where it has other parts, or memory is short."""
-        layer, variant, norms = self.layer, self.variant, None
-        attention, (key_heads, key_width), value_width = (
-            layer.self_attn,
-            keys.shape[2:],
-            values.shape[3],
-        )
+        layer, attention, variant = self.layer, self.layer.self_attn, self.variant
         products = [
             *(self.attention_products.compiled, compiled_product(attention.o_proj)),
             *(self.mlp_products.compiled, compiled_product(layer.mlp.down_proj)),
         ]
         packed = [(x.packed(), x.bias) for x in products if x is not None]
         found = [(panels, bias) for panels, bias in packed if panels is not None]
-        if len(found) < len(products):
-            return None
-        qkv, out, gate_up, down = found
         around = [
             Norm(x.weight.detach(), _eps(x))
             for x in (layer.input_layernorm, layer.post_attention_layernorm)
         ]
+        norms = None
         if self.head_norm_eps is not None:
             of_heads = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
             norms = fastrl_kernels.HeadNorms(*of_heads, self.head_norm_eps)
-        if not are_fp32(*(x.weight for x in around), *(norms or ())[:2], variant.sinks):
+        others = [x.weight for x in around] + list(norms or ())[:2] + [variant.sinks]
+        others += [bias for _, bias in found]
+        if len(found) < len(products) or not are_contiguous_fp32(*others):
             return None
+        qkv, out, gate_up, down = found
+        (key_heads, key_width), value_width = keys.shape[2:], values.shape[3]
         shape = Shape(
             *(out[0].terms // value_width, key_heads, key_width, value_width, cos.shape[1]),
             key_width**-0.5 if variant.scale is None else variant.scale,

@@ -169,7 +169,7 @@ class ModelRunner:
         plain = self.dtype == torch.float32 and self.autocast_dtype() is None
         if plain and reason.startswith(WITHOUT_COMPILED_CODE):
             warnings.warn(
-                f"rollouts take about twice the time that they could, as {reason}. "
+                f"rollouts run PyTorch's operations one by one, which is slower: {reason}. "
                 f"{BACKEND_VARIABLE}=torch is for those who mean it",
                 stacklevel=3,
             )

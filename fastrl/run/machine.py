@@ -65,8 +65,14 @@ def _kernels() -> str:
 
     from fastrl_kernels import explain
     from fastrl_kernels._cpu.native import build
+    from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
-    backend = explain("cuda" if torch.cuda.is_available() else "cpu").backend
+    named = os.environ.get(BACKEND_VARIABLE, "auto")
+    device = "cuda" if torch.cuda.is_available() and named != "native" else "cpu"
+    try:
+        backend = explain(device).backend
+    except ValueError:  # the ops themselves say that it cannot run
+        return named
     return f"{backend} {build.name()}" if backend == "native" else backend
 
 
@@ -100,11 +106,13 @@ def write_products(measured: Mapping[str, Any]) -> Path:
 
 def measure_products_once() -> None:
     """Measures the libraries of fp32 products at their first use on this processor, some seconds,
-    unless variables name a library or a table. Where no table can be kept, the fixed rule is."""
+    unless variables name a library or a table, or a plan is made without memory. Where no
+    table can be kept, the fixed rule is."""
     from fastrl_kernels import gemm, measure_products
+    from fastrl_kernels.dispatch import watched
 
     path = gemm.table_path()
-    if gemm.forced() is not None or os.environ.get(gemm.TABLE_VARIABLE):
+    if gemm.forced() is not None or os.environ.get(gemm.TABLE_VARIABLE) or watched():
         return
     try:
         known = gemm.processor() in gemm.read_table(path)

@@ -1,6 +1,8 @@
 """Compiled code for CPUs: its products, and what is said where it cannot be had."""
 
+import ctypes
 import os
+import platform
 import subprocess
 import sys
 
@@ -10,8 +12,15 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastrl_kernels import explain, rms_norm, rotate_and_store, swiglu
-from fastrl_kernels._cpu.native import build
+from fastrl_kernels import (
+    decode_attention,
+    explain,
+    rms_norm,
+    rotate_and_store,
+    sample_tokens,
+    swiglu,
+)
+from fastrl_kernels._cpu.native import build, calls
 from fastrl_kernels._cpu.native.calls import Panels, linear
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason="no compiled code here")
@@ -62,6 +71,66 @@ def test_weights_and_rows_of_any_strides():
     assert torch.equal(Panels(weight).linear(x), Panels(weight).linear(x.contiguous()))
     assert Panels(weight).linear(x.view(3, 1, 40)).shape == (3, 1, 50)
     assert Panels(weight).linear(x[:0]).shape == (0, 50)
+
+
+@pytest.fixture(params=[4, 8, 16])
+def width(request, tmp_path, monkeypatch):
+    """Code of another processor's vectors, which compilers make of this one's."""
+    path = tmp_path / "code.so"
+    sources = map(str, sorted(build._SOURCES.glob("*.c")))
+    build._said(*build.flags(), f"-DWIDTH={request.param}", *sources, "-o", str(path), "-lm")
+    monkeypatch.setattr(calls, "library", lambda: ctypes.CDLL(str(path)))
+    calls.function.cache_clear()
+    yield request.param
+    calls.function.cache_clear()
+
+
+def test_vectors_of_every_width_compute_the_same(width):
+    assert calls.function("columns_of_a_panel")() == 2 * width
+    for rows in (1, 5, 13, 100):
+        check_ops(rows)
+
+
+def check_ops(rows):
+    """Each compiled op beside PyTorch's, on shapes that fill no vector."""
+    x, weight, bias = torch.randn(rows, 70), torch.randn(45, 70), torch.randn(45)
+    expected = F.linear(x, weight, bias)
+    torch.testing.assert_close(Panels(weight).linear(x, bias), expected)
+    assert torch.equal(Panels(weight).linear(x, bias), linear(x, weight, bias))
+    torch.testing.assert_close(
+        rms_norm(x, weight[0], backend="native"), rms_norm(x, weight[0], backend="torch")
+    )
+    gated = swiglu(x, 2 * x, backend="native")
+    torch.testing.assert_close(gated, swiglu(x, 2 * x, backend="torch"))
+    queries, keys = torch.randn(rows, 4, 18), torch.randn(rows, 21, 2, 18)
+    lengths = torch.randint(22, (rows,))
+    found, right = (
+        decode_attention(queries, keys, keys.flip(0), lengths, backend=x)
+        for x in ("native", "torch")
+    )
+    torch.testing.assert_close(found, right)
+    drawn = [sample_tokens(20 * x, torch.arange(rows), backend=y) for y in ("native", "torch")]
+    assert torch.equal(drawn[0].tokens, drawn[1].tokens)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no limits of instructions")
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_instructions_are_those_that_pytorch_is_held_to(capability, tmp_path):
+    program = (
+        "import torch; from fastrl_kernels._cpu.native import build, calls\n"
+        "print(build.name(), calls.function('columns_of_a_panel')())"
+    )
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "XDG_CACHE_HOME": str(tmp_path)}
+    said = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert int(said.split()[1]) == {"default": 8, "avx2": 16}[capability]
+
+
+@pytest.mark.parametrize("processor", ["x86-64-v2", "sapphirerapids"])
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="another compiler")
+def test_it_compiles_for_other_processors(processor, tmp_path):
+    flags = [flag for flag in build.flags() if not flag.startswith(("-march", "-mno"))]
+    sources = map(str, sorted(build._SOURCES.glob("*.c")))
+    build._said(*flags, "-Werror", f"-march={processor}", *sources, "-o", str(tmp_path / "x.so"))
 
 
 def test_joined_weights_and_plain_ones_have_the_bits_of_single_panels():

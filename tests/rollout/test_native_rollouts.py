@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from fastrl import RolloutEngine, SamplingParams
+from fastrl.models import products
+from fastrl.models.products import PackedProducts
 from fastrl_kernels import dispatch
 from fastrl_kernels._cpu import fp32_copies
 from fastrl_kernels._cpu.native import build, calls
@@ -24,7 +26,7 @@ FUSED = ("llama", "qwen3")
 def generated(model: Any, monkeypatch: pytest.MonkeyPatch, backend: str, **given: Any) -> Any:
     monkeypatch.setenv("FASTRL_KERNELS_BACKEND", backend)
     engine = RolloutEngine(model, tiny.tokenizer(), max_slots=24)
-    params = SamplingParams(**{"max_new_tokens": 6, "n": 2, "seed": 1} | given)
+    params = SamplingParams(**{"max_new_tokens": 6, "n": 16, "seed": 1} | given)
     return engine.generate(PROMPTS, params)
 
 
@@ -77,12 +79,47 @@ def test_weights_are_those_of_now(monkeypatch):
                 x.weight.mul_(1.1)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_biases_are_those_of_now(joined, monkeypatch):
+    """Also those that are trained, or written to, beside frozen weights."""
+    family = "qwen2" if joined else "gpt2"
+    model = tiny_models.language_model(family).requires_grad_(False)
+    biases = [x for name, x in model.named_parameters() if name.endswith("bias") and x.dim() == 1]
+    assert biases
+    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=24)
+    for trained in (False, True):
+        for x in biases:
+            x.requires_grad_(trained)
+        for _ in range(2):
+            monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "native")
+            found = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, seed=1))
+            assert_same(found, generated(model, monkeypatch, "torch", n=1))
+            for x in biases:
+                x.data.add_(torch.randn_like(x)) if trained else x.add_(torch.randn_like(x))
+
+
+def test_layers_without_weights_are_left(monkeypatch):
+    """Such as those of libraries for quantised weights, and models on another device."""
+    model = tiny_models.language_model("llama")
+    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=24)
+    expected = engine.generate(PROMPTS, SamplingParams(max_new_tokens=3, seed=1))
+    attention = model.model.layers[0].self_attn
+    inner = attention.q_proj
+    attention.q_proj = torch.nn.Module()
+    attention.q_proj.forward = lambda x: torch.nn.functional.linear(x, inner.weight)
+    found = engine.generate(PROMPTS, SamplingParams(max_new_tokens=3, seed=1))
+    assert_same(found, expected)
+    monkeypatch.setattr(products, "explain", None)  # it may refuse a CPU that nobody asked about
+    with PackedProducts().in_place(tiny_models.language_model("llama").to("meta")):
+        pass
+
+
 def test_short_memory_costs_time_not_bits(monkeypatch):
     model = tiny_models.language_model("llama")
     expected = generated(model, monkeypatch, "native")
     monkeypatch.setattr(fp32_copies, "available_bytes", lambda: 0)
     engine = RolloutEngine(model.requires_grad_(False), tiny.tokenizer(), max_slots=24)
-    found = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, n=2, seed=1))
+    found = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, n=16, seed=1))
     assert not engine.model_runner.stored()
     for name in ("sequences", "logprobs"):
         for x, y in zip(getattr(found, name), getattr(expected, name), strict=True):
@@ -117,5 +154,5 @@ def test_what_lacks_is_warned_of_once(monkeypatch):
     with pytest.warns(UserWarning, match=r"no C compiler \(apt install gcc\)") as said:
         engine = RolloutEngine(model, tiny.tokenizer(), max_slots=24)
     assert len(said) == 1
-    found = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, n=2, seed=1))
+    found = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, n=16, seed=1))
     assert_same(found, generated(model, monkeypatch, "torch"))

@@ -5,9 +5,11 @@ import json
 import os
 
 import pytest
+import torch
 
 from fastrl.models.products import Products
 from fastrl.run import machine
+from fastrl.trainers.plan.rehearsal import rehearsal
 from fastrl_kernels import gemm, measure_products
 
 FAST = {"float32": {width: {"mm": 1.0, "onednn": 1.5} for width in (64, 128)}}
@@ -53,6 +55,20 @@ def test_what_is_named_is_not_measured(first_use, monkeypatch, tmp_path, variabl
     monkeypatch.setenv(variable, str(empty) if variable == gemm.TABLE_VARIABLE else "mm")
     Products()
     assert not first_use
+
+
+def test_plans_measure_nothing(first_use, tmp_path):
+    with rehearsal():  # in which products take no time
+        Products()
+    assert not first_use
+    assert not list(tmp_path.rglob("products.json"))
+
+
+def test_measuring_draws_none_of_the_runs_numbers(monkeypatch):
+    monkeypatch.setattr(measure_products, "_WIDTHS", (32, 64))
+    before = torch.random.get_rng_state()
+    measure_products.measure(["float32"])
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_tables_that_cannot_be_kept_are_not_measured(first_use, monkeypatch, tmp_path):

@@ -149,7 +149,7 @@ def choose(backend: str, *tensors: torch.Tensor | None) -> str:
     environment: Any = getattr(os.environ, "_data", os.environ)
     asked: tuple[Any, ...] = device, backend, environment.get(_VARIABLE)
     if device.type not in TRITON_DEVICES:
-        asked = *asked, environment.get(_INTERPRETER), _active_driver()
+        asked = *asked, environment.get(_INTERPRETER), _active_driver(), _stands_for
     found = _chosen.get(asked)
     if found is None:
         found = _chosen[asked] = explain(device, backend).backend

@@ -57,11 +57,11 @@ def chosen(speeds: dict[int, dict[str, float]], rule: gemm.Choice) -> gemm.Choic
 
 
 def _speeds(dtype: str, width: int, libraries: dict[str, type[gemm.Library]]) -> dict[str, float]:
-    kind = getattr(torch, dtype)
-    weight = torch.randn(width, width).to(kind)
+    kind, generator = getattr(torch, dtype), torch.Generator().manual_seed(0)  # not the run's
+    weight = torch.randn(width, width, generator=generator).to(kind)
     seconds: dict[str, float] = dict.fromkeys(libraries, 0.0)
     for rows in _ROWS:
-        x = torch.randn(rows, width).to(kind)
+        x = torch.randn(rows, width, generator=generator).to(kind)
         works = {name: _products(library, x, weight) for name, library in libraries.items()}
         for name, shortest in _shortest(works).items():
             seconds[name] += shortest / rows

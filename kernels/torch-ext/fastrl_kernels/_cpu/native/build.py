@@ -6,6 +6,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ COMPILER_VARIABLE = "FASTRL_KERNELS_CC"
 _SOURCES = Path(__file__).parent
 # No -ffast-math: rows with NaN or inf are told from others.
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+# Where torch is held to fewer instructions than an x86 processor has (ATEN_CPU_CAPABILITY).
+_FEWER = {"AVX2": ("-mno-avx512f",), "DEFAULT": ("-mno-avx",), "NO AVX": ("-mno-avx",)}
 _PATIENCE = 120  # seconds
 
 
@@ -96,9 +99,16 @@ def compiler() -> str:
 
 def _path() -> Path:
     """The file of this source, compiler, processor and PyTorch."""
-    parts = [*_texts(), *_FLAGS, _said("--version"), _processor(), torch.__version__]
+    parts = [*_texts(), *flags(), _said("--version"), _processor(), torch.__version__]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return folder() / f"{name}.so"
+
+
+def flags() -> tuple[str, ...]:
+    """The compiler's, with the instructions that PyTorch uses."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return _FLAGS
+    return *_FLAGS, *_FEWER.get(torch.backends.cpu.get_cpu_capability(), ())
 
 
 def _texts() -> list[str]:
@@ -139,7 +149,7 @@ def _compile(path: Path) -> None:
     written = Path(name)
     try:
         sources = map(str, sorted(_SOURCES.glob("*.c")))
-        _said(*_FLAGS, *sources, "-o", name, "-lm")
+        _said(*flags(), *sources, "-o", name, "-lm")
         written.chmod(0o700)
         written.replace(path)
     finally:

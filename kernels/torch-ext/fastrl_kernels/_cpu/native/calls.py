@@ -61,6 +61,10 @@ def are_fp32(*tensors: Tensor | None) -> bool:
     )
 
 
+def are_contiguous_fp32(*tensors: Tensor | None) -> bool:
+    return are_fp32(*tensors) and all(x is None or x.is_contiguous() for x in tensors)
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

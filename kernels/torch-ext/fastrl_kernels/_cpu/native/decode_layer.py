@@ -75,7 +75,7 @@ class DecodeLayer:
             *(w.attention_norm.weight, *qkv, *of_heads[:2], w.sinks, *out),
             *(w.mlp_norm.weight, *gate_up, *down),
         )
-        assert all(x is None or x.is_contiguous() for x in self._tensors)
+        assert calls.are_contiguous_fp32(*self._tensors)
         numbers = w.attention_norm.eps, of_heads[2], w.mlp_norm.eps, s.scale, s.softcap or 0.0
         self.width, self.shape = w.qkv[0].terms, s
         self._layer = _Layer(

@@ -4,7 +4,7 @@
 
 #define COLUMNS (2 * WIDTH) /* of a panel */
 #define TERMS 64 /* of a sum: few, as its error grows with them; they stay in the first cache for all blocks */
-#if defined(__AVX512F__)
+#if WIDTH == 16
 #define ROWS 12 /* of a block: 24 sums and what they are made of fill 32 registers */
 #else
 #define ROWS 6
@@ -83,7 +83,8 @@ BLOCK(1) BLOCK(2) BLOCK(3) BLOCK(4) BLOCK(5) BLOCK(6)
 BLOCK(7) BLOCK(8) BLOCK(9) BLOCK(10) BLOCK(11) BLOCK(12)
 #endif
 
-typedef void block(const float *restrict, const float *restrict, float *restrict, long, const char *, long);
+typedef void block(const float *restrict, const float *restrict, float *restrict, long, const char *,
+                   long);
 static block *const blocks[] = {
     0, block_1, block_2, block_3, block_4, block_5, block_6,
 #if ROWS == 12

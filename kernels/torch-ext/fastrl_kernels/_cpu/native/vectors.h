@@ -7,12 +7,14 @@
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
+#ifndef WIDTH /* which tests name */
 #if defined(__AVX512F__)
 #define WIDTH 16
 #elif defined(__AVX__)
 #define WIDTH 8
 #else
 #define WIDTH 4
+#endif
 #endif
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -83,15 +85,17 @@ static inline vec exponential(vec x) {
 
 /* Four numbers from each of rows 0, 4, 8, ..., one behind the other. */
 static inline vec every_fourth(const float *const *rows, long k) {
-#if WIDTH == 16
+#if WIDTH == 16 && defined(__AVX512F__)
     __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + k));
     v = _mm512_insertf32x4(v, _mm_loadu_ps(rows[4] + k), 1);
     v = _mm512_insertf32x4(v, _mm_loadu_ps(rows[8] + k), 2);
     return (vec)_mm512_insertf32x4(v, _mm_loadu_ps(rows[12] + k), 3);
-#elif WIDTH == 8
+#elif WIDTH == 8 && defined(__AVX__)
     return (vec)_mm256_loadu2_m128(rows[4] + k, rows[0] + k);
 #else
-    return load(rows[0] + k);
+    float x[WIDTH];
+    for (int i = 0; i < WIDTH; i += 4) memcpy(x + i, rows[i] + k, 16);
+    return load(x);
 #endif
 }
 
