@@ -290,7 +290,7 @@ class FusedDecoderLayer:
         if self.head_norm_eps is not None:
             of_heads = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
             norms = fastrl_kernels.HeadNorms(*of_heads, self.head_norm_eps)
-        others = [x.weight for x in around] + list(norms or ())[:2] + [variant.sinks]
+        others: list[Any] = [*(x.weight for x in around), *(norms or ())[:2], variant.sinks]
         others += [bias for _, bias in found]
         if len(found) < len(products) or not are_contiguous_fp32(*others):
             return None
